@@ -5,12 +5,12 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.engine.hooks import Hook
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.objective import StepFunction, refuse_step
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.trainer.meancheck import find_other_mean
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from support.models.formed import metrics_step

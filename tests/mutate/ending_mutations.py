@@ -144,7 +144,7 @@ ENDINGS = [
     Mutation(
         promise=RESTART,
         what="a restart begins again from nothing",
-        file="src/shoal/engine/agreement.py",
+        file="src/shoal/checkpoint/agreement.py",
         old="        told[0] = 1 + (parse_step(chosen.name) or 0)\n",
         new="        told[0] = 0\n",
         test="tests/multiproc/test_failures.py::test_a_killed_rank_is_restarted_from_the_newest_checkpoint",

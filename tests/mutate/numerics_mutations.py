@@ -234,19 +234,19 @@ NUMERICS = [
     Mutation(
         promise=NOT_A_MEAN,
         what="padding counts as items where a loss is looked at",
-        file="src/shoal/trainer/meancheck.py",
+        file="src/shoal/engine/meancheck.py",
         old="else int((targets != IGNORED).sum())",
         new="else targets.numel()",
-        test="tests/unit/trainer/test_meancheck.py::test_who_is_told_of[mean of rows]",
+        test="tests/unit/engine/test_meancheck.py::test_who_is_told_of[mean of rows]",
         seconds=5,
     ),
     Mutation(
         promise=NOT_A_MEAN,
         what="the microbatches of one process are not taken for parts",
-        file="src/shoal/trainer/meancheck.py",
+        file="src/shoal/engine/meancheck.py",
         old="    num_parts = plan.num_shares * (plan.microbatches or 1)",
         new="    num_parts = plan.num_shares",
-        test="tests/unit/trainer/test_meancheck.py::test_only_plans_that_split_the_batch_are_looked_at",
+        test="tests/unit/engine/test_meancheck.py::test_only_plans_that_split_the_batch_are_looked_at",
         seconds=5,
     ),
     Mutation(
@@ -348,7 +348,7 @@ NUMERICS = [
     Mutation(
         promise=RESUME,
         what="a resumed run begins again from nothing",
-        file="src/shoal/engine/agreement.py",
+        file="src/shoal/checkpoint/agreement.py",
         old="        told[0] = 1 + (parse_step(chosen.name) or 0)\n",
         new="        told[0] = 0\n",
         test=f"{RESUMED}[dp=2]",

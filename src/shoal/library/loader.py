@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shoal.core.errors import RequestError
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
-from shoal.data.source import Source
+from shoal.data.source import Source, Streamed
+from shoal.data.sources.iterable import is_iterable_only
 from shoal.data.sources.own import from_datasets
 from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
@@ -22,11 +24,17 @@ def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:
         RequestError: it is no map-style dataset.
     """
     first = loaders[0] if loaders else None
+    read: object = data.source if isinstance(data, RunLoader) else data
+    if isinstance(read, Streamed) or is_iterable_only(read):
+        raise RequestError(
+            "run.evaluate shares samples out over the ranks by their numbers, and an iterable dataset has none; give it a "
+            "map-style one, such as list(dataset)"
+        )
     if isinstance(data, RunLoader):
         source = data.source
     else:
         source = from_datasets(data, collate_fn=None if first is None else first.options.collate_fn).train
-    counted, own = getattr(first and first.source, "collator", None), getattr(source, "collator", None)
+    counted, own = getattr(getattr(first, "source", None), "collator", None), getattr(source, "collator", None)
     if counted is not None and own is not None:
         own.first_label_counts = counted.first_label_counts
     return source

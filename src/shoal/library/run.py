@@ -42,6 +42,7 @@ from shoal.data.options import LoaderOptions
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import Metric
 from shoal.engine.objective import StepFunction
 from shoal.engine.parallelize import parallelize
@@ -261,19 +262,22 @@ class Run(SavedRun):
         if loss is not None and step is not None:
             raise RequestError("run.setup was given a loss and a step, which has its own; leave one of them out")
         scored = StepFunction(step) if step is not None else loss
-        loader = data or (self._loaders[0] if self._loaders else None)
+        loader = data if data is not None else self._loaders[0] if self._loaders else None
         if loader is None:
             raise RequestError("run.setup looks at the data: make a loader with run.loader(...) before it")
         label = name if name is not None else f"model{len(self._setups)}" if self._setups else ""
         refuse_sharing(self._setups, model, label, self.hooks)
         refuse_lazy(model)
         refuse_other_weights(model, self.world)
+        plan, train = loader.resolved.plan, self._config(loader.global_batch)
+        if scored is not None and (warning := find_other_mean(model, scored, loader.source, plan=plan, train=train)):
+            self._reporter.warn(warning)
         engine = parallelize(
             model,
             loader.splits,
             scored,
-            plan=loader.resolved.plan,
-            settings=Settings(train=self._config(loader.global_batch)),
+            plan=plan,
+            settings=Settings(train=train),
             world=self.world,
             status=self._status,
             hooks=[*self.hooks, *hooks],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
 from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.reader import read, read_local
@@ -18,7 +19,6 @@ from shoal.core.errors import RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.statevalues import decode_state, encode_state
-from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (

@@ -32,6 +32,7 @@ from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import Metric, build_metrics
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import AnyLoss, settle_loss
@@ -53,7 +54,6 @@ from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
-from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
 from shoal.trainer.samedata import SameData

@@ -27,6 +27,7 @@ from shoal.data.parts import build_order, options_of
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import build_metrics
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
@@ -40,7 +41,6 @@ from shoal.pipeline.build import prove_stages
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.build import build_parts, build_without_memory, selection_of
 from shoal.trainer.config import Recipe
-from shoal.trainer.meancheck import find_other_mean
 from shoal.trainer.samedata import refuse_other_data_early
 
 _FEW = 2

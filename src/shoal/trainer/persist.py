@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
 from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.files import parse_step, step_name
@@ -20,7 +21,6 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
-from shoal.engine.agreement import agree_on_checkpoint, agree_on_failure
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (

@@ -23,6 +23,7 @@ from shoal.core.errors import RequestError, ShoalError
 from shoal.core.plan import Plan
 from shoal.data.source import Splits
 from shoal.engine.config import Settings
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.parallelize import example_of, resolve_stages
 from shoal.engine.resolve import resolve_plan
 from shoal.launch.pool import Pool
@@ -31,7 +32,6 @@ from shoal.optim.config import PrecisionName
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.pipeline.build import Stages, cut_chain
 from shoal.trainer.config import Recipe, dump_recipe
-from shoal.trainer.meancheck import find_other_mean
 from shoal.verify.compare.assemble import assemble_step
 from shoal.verify.compare.diagnose import RankGrid
 from shoal.verify.compare.judge import judge_run

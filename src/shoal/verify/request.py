@@ -14,6 +14,7 @@ from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
 from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
+from shoal.engine.meancheck import joins_batch
 from shoal.engine.parallelize import analyse
 from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
 from shoal.engine.state import hash_weights
@@ -26,7 +27,6 @@ from shoal.parallel.requirements import describe_facts
 from shoal.paramserver.worker.flat import refuse_batch_norm
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
-from shoal.trainer.meancheck import joins_batch
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
 from shoal.verify.mutants.catalogue import Death

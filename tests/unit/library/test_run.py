@@ -102,6 +102,32 @@ def test_a_loss_without_a_gradient_and_a_batch_that_counts_for_nothing():
         assert run.evaluate(ignored, batch=1).loss == pytest.approx(run.evaluate(DATA[:7]).loss, rel=1e-6)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+def test_a_stream_trains_and_is_not_evaluated():
+    """A loader without a length is one all the same; samples that have no number cannot be shared out."""
+    with shoal.Run() as run:
+        loader = run.loader(Stream(), global_batch=8)
+        set_up(run, data=loader)
+        assert len([run.step(batch).loss for batch in loader]) == 4
+        for data in (loader, Stream()):
+            with pytest.raises(shoal.RequestError, match="map-style"):
+                run.evaluate(data)
+        assert run.evaluate(DATA).samples == len(DATA)
+
+
+def test_a_loss_that_is_no_mean_is_told_of_where_a_step_adds_parts(capsys):
+    with shoal.Run() as run:
+        run.loader(DATA, global_batch=8, micro_batch=4)
+        for reduction in ("mean", "sum"):
+            model = nn.Linear(8, 3)
+            run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.CrossEntropyLoss(reduction=reduction))
+            assert ("not the mean over its items" in capsys.readouterr().err) == (reduction == "sum")
+
+
 def test_an_evaluation_makes_batches_as_the_loader_does():
     """The collate function of the first loader is used for a dataset, and samples are weighed as in training."""
 

@@ -15,8 +15,8 @@ from shoal.core.errors import RunError
 from shoal.core.plan import Plan
 from shoal.data.sources.own import from_datasets
 from shoal.engine.config import TrainConfig
+from shoal.engine.meancheck import find_other_mean
 from shoal.trainer.loop import Trainer
-from shoal.trainer.meancheck import find_other_mean
 
 torch.set_num_threads(1)
 WEIGHTS = torch.tensor([1.0, 3.0, 0.2, 1.0])
@@ -186,7 +186,7 @@ def test_a_module_that_asserts_its_size_of_batch_is_left_to_the_run():
 
 def test_no_copy_is_made_of_a_large_model(monkeypatch):
     assert look(scored(False), lambda out, _: out["loss"], measured) is not None
-    monkeypatch.setattr("shoal.trainer.meancheck._MOST_BYTES", 100)
+    monkeypatch.setattr("shoal.engine.meancheck._MOST_BYTES", 100)
     assert look(scored(False), lambda out, _: out["loss"], measured) is None
     assert look(net(), summed, whole_numbers) is not None, "its output is enough"
 
