@@ -233,6 +233,8 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_what_a_stream_cannot_do_is_said() -> None:
     with pytest.raises(RequestError, match="Counted is iterable, so its samples come in its own order, and shuffle"):
         StepLoader(Counted(), global_batch=6, options=LoaderOptions(shuffle=True))
+    with pytest.raises(RequestError, match="is a generator, which can be gone through once"):
+        StepLoader((sample for sample in Counted()), global_batch=6)
     with pytest.raises(RequestError, match="yields no sample; the training data is empty"):
         StepLoader(Counted(0), global_batch=6)
     with pytest.raises(RunError, match="drop_last leaves out batches below 6; set global_batch to 4"):

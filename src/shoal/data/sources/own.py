@@ -5,7 +5,7 @@ for nothing. What a shipped model must know and a sample cannot say is read from
 or the list of names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at its word.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,6 +204,11 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
         raise RequestError(
             f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "
             "and do it inside the dataset, or give a map-style dataset (__len__ and __getitem__)"
+        )
+    if isinstance(dataset, Iterator) and type(dataset).__module__ in ("builtins", "itertools"):
+        raise RequestError(
+            f"the dataset is a {name}, which can be gone through once, and looking at its first sample takes it out; give an "
+            "object whose __iter__ begins anew, such as a torch IterableDataset"
         )
     first = first_samples(dataset, 1, seed=seed)
     if not first:
