@@ -61,7 +61,8 @@ class RunCheckpoints:
         seed: int,
     ) -> None:
         self.root = RunDir(run_dir).checkpoints
-        self.saved_step = -1
+        self._saved: str | None = None
+        """All but tensors of what was saved last: equal counts of updates everywhere mean equal tensors."""
         self.failure: str | None = None
         self._world, self._reporter, self._plan = world, reporter, plan
         self._replica, self._seed = replica, seed
@@ -83,7 +84,7 @@ class RunCheckpoints:
     def _report(self, event: Event) -> None:
         self._reporter.event(event)
         if isinstance(event, CheckpointFailed):
-            self.failure, self.saved_step = event.reason, -1
+            self.failure, self._saved = event.reason, None
             self._reporter.warn(f"checkpoint at step {event.step} was not saved: {event.reason}; training goes on")
         else:
             self.failure = None
@@ -94,11 +95,14 @@ class RunCheckpoints:
         return not committed_names(self.root)
 
     def save(self, step: int, state: RankState, values: Mapping[str, Any]) -> bool:
-        """Copy the state and begin to write it; False for a step that is saved already."""
-        if step == self.saved_step:
-            return False
-        self.saved_step = step
-        kept = {_KEY: encode_state(dict(values), origin="the run")}
+        """Copy the state and begin to write it; False for one that is saved already, with all that belongs to it."""
+        text = encode_state(dict(values), origin="the run")
+        if text == self._saved:
+            self.wait()  # It may be failing just now, of which ranks would hear at different times.
+            if text == self._saved:
+                return False
+        self._saved = text
+        kept = {_KEY: text}
         random = export_random_state(self._world.rank)
         self._saver.save(step, state.tensors, kept, random, placements=state.placements)
         return True
@@ -158,7 +162,7 @@ class RunCheckpoints:
         is_same_plan = checkpoint.manifest.plan == self._plan
         if not (is_same_plan and import_random_state(checkpoint.tensors, self._world.rank)):
             seed_process(self._seed + checkpoint.step, rank=self._replica)
-        self.saved_step = checkpoint.step
+        self._saved = kept
 
 
 def merge_states(setups: list[ModelSetup]) -> RankState:

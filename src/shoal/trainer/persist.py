@@ -131,8 +131,12 @@ class Persistence:
 
     def save(self, state: RankState, progress: Progress) -> bool:
         """Copy the state and begin to write it; returns as soon as the copy is made. False where there is nothing to write."""
-        if self.saver is None or progress.step == self.saved_step:
+        if self.saver is None:
             return False
+        if progress.step == self.saved_step:
+            self.saver.wait()  # It may be failing just now, of which ranks would hear at different times.
+            if progress.step == self.saved_step:
+                return False
         self._refuse_another_place()
         self.saved_step = progress.step
         self.saver.save(

@@ -37,6 +37,30 @@ def test_a_scheduler_may_count_the_steps_of_a_loader_before_setup_and_resume(tmp
             assert run.step_count == (8 if is_resumed else 4) and scheduler.last_epoch == run.step_count
 
 
+def test_what_changed_since_a_save_of_the_same_step_is_saved_too(tmp_path):
+    """A scheduler that steps after the save of an epoch, and a second model that is ahead of the first."""
+    weights, rates = [], []
+    for is_resumed in (False, True):
+        with shoal.Run(run_dir=tmp_path, resume=is_resumed) as run:
+            first, second = nn.Linear(8, 3), nn.Linear(8, 3)
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5)
+            loader = run.loader(DATA, global_batch=8)
+            run.setup(first, optimizers[0], scheduler, loss=LOSS)
+            run.setup(second, optimizers[1], loss=LOSS, name="second")
+            if not is_resumed:
+                run.forward_backward(loader.next(), model=first)
+                optimizers[0].step()
+                run.save(wait=True)
+                scheduler.step()
+                run.forward_backward(loader.next(), model=second)
+                optimizers[1].step()
+            assert run.step_count == 1 and loader.position.offset == 16
+            weights.append(run.state_dict(model=second)["weight"])
+            rates.append(optimizers[0].param_groups[0]["lr"])
+    assert torch.equal(*weights) and rates == [0.05, 0.05]
+
+
 def test_a_plateau_is_left_to_the_script_and_a_step_gives_its_metrics():
     def own_step(model, batch):
         inputs, targets = batch
