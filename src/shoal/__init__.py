@@ -15,6 +15,8 @@ _SUBJECTS = {
     "Training in a script's own loop": {
         "Run": "shoal.library.run",
         "RunLoader": "shoal.library.loader",
+        "find_rate": "shoal.library.rates",
+        "RateCurve": "shoal.engine.ratefinder",
     },
     "Training by a recipe's parts": {
         "Trainer": "shoal.trainer.loop",

@@ -22,8 +22,10 @@ from shoal.engine.hooks import StepResult as StepResult
 from shoal.engine.metrics import GatheredMetric as GatheredMetric
 from shoal.engine.metrics import Metric as Metric
 from shoal.engine.objective import StepFunction as StepFunction
+from shoal.engine.ratefinder import RateCurve as RateCurve
 from shoal.engine.weights import load_weights as load_weights
 from shoal.library.loader import RunLoader as RunLoader
+from shoal.library.rates import find_rate as find_rate
 from shoal.library.run import Run as Run
 from shoal.optim.config import OptimConfig as OptimConfig
 from shoal.parallel.analysis.structure import ParallelConfig as ParallelConfig
@@ -74,6 +76,7 @@ __all__ = [
     "PipelineConfig",
     "Plan",
     "PlanResult",
+    "RateCurve",
     "Recipe",
     "Refusal",
     "RequestError",
@@ -89,6 +92,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "all_gather",
+    "find_rate",
     "from_datasets",
     "load_recipe",
     "load_run",

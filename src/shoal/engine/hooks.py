@@ -18,7 +18,7 @@ checkpoints keep both, and a resumed run gives them back.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -233,6 +233,15 @@ class Hooks:
     def add(self, hook: Hook) -> None:
         """Call a hook from now on."""
         self._hooks += check_hooks([hook])
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, none of them is called: for steps that are taken back."""
+        hooks, self._hooks = self._hooks, []
+        try:
+            yield
+        finally:
+            self._hooks = hooks
 
     def named(self) -> dict[str, Hook]:
         """The hooks by the names that checkpoints know them by; a second one of a name is ``name-2``."""

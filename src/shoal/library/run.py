@@ -363,6 +363,8 @@ class Run(SavedRun):
 
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""
+        if self._is_searching:
+            return
         own.num_updates += 1
         if self._checkpoints is not None and own is self._setups[0]:
             self._checkpoints.take(own.num_updates)

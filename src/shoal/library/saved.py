@@ -1,6 +1,8 @@
 """What a script's own run keeps: its checkpoints, taken and loaded by all ranks together, and its summary."""
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ class SavedRun(RunProcess):
         self._setups: list[ModelSetup] = []
         self._loaders: list[RunLoader] = []
         self._first_loss: float | None = None
+        self._is_searching = False
         self._evaluated: Evaluation | None = None
         self._samples = 0
 
@@ -77,6 +80,22 @@ class SavedRun(RunProcess):
     @property
     def _tokens_per_sample(self) -> int:
         return self._loaders[0].splits.spec.tokens_per_sample if self._loaders else 1
+
+    @property
+    def loaders(self) -> tuple[RunLoader, ...]:
+        """In the order in which they were made."""
+        return tuple(self._loaders)
+
+    @contextmanager
+    def searching(self, model: nn.Module | None = None) -> Iterator[tuple[Sequence[ModelSetup], ModelSetup]]:
+        """Inside, updates are tried and taken back: they are neither counted nor reported. Gives all setups, and the model's."""
+        self._begin()
+        own = self._of(model)
+        self._is_searching = True
+        try:
+            yield tuple(self._setups), own
+        finally:
+            self._is_searching = False
 
     def _of(self, model: nn.Module | None) -> ModelSetup:
         """The setup of a model; of the only one where none is named."""
