@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
@@ -60,6 +61,7 @@ from shoal.library.setups import (
     ModelSetup,
     others_frozen,
     refuse_constant,
+    refuse_detours,
     refuse_other_weights,
     refuse_sharing,
     sort_companions,
@@ -201,6 +203,10 @@ class Run(SavedRun):
         Raises:
             RequestError: the plan's replicas do not divide the batch, the dataset is none, or an option does not fit.
         """
+        if isinstance(dataset, DataLoader):
+            raise RequestError(
+                "run.loader takes the dataset and DataLoader's options, not a DataLoader; give it loader.dataset"
+            )
         known = [field.name for field in fields(LoaderOptions)]
         for name in options:
             if name not in known:
@@ -285,6 +291,7 @@ class Run(SavedRun):
             optimizer=optimizer,
         )
         made = ModelSetup(engine, schedulers, label)
+        refuse_detours(made, self.world)
         engine.optimizer.register_step_post_hook(lambda *_: self._after_update(made))
         self._setups.append(made)
         self._leave()
@@ -366,6 +373,7 @@ class Run(SavedRun):
         if self._is_searching:
             return
         own.num_updates += 1
+        own.passes_at_update = own.num_passes
         if self._checkpoints is not None and own is self._setups[0]:
             self._checkpoints.take(own.num_updates)
         result = StepResult(

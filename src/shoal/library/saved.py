@@ -91,11 +91,11 @@ class SavedRun(RunProcess):
         """Inside, updates are tried and taken back: they are neither counted nor reported. Gives all setups, and the model's."""
         self._begin()
         own = self._of(model)
-        self._is_searching = True
+        self._is_searching, passes, own.passes_at_update = True, own.passes_at_update, -1
         try:
             yield tuple(self._setups), own
         finally:
-            self._is_searching = False
+            self._is_searching, own.passes_at_update = False, passes
 
     def _of(self, model: nn.Module | None) -> ModelSetup:
         """The setup of a model; of the only one where none is named."""

@@ -216,6 +216,7 @@ def import_setup(own: ModelSetup, kept: Mapping[str, Any]) -> None:
             f"{ours[0]!r} with {ours[1]} and {ours[2]}; set them up as the run that saved it did"
         )
     own.num_passes, own.num_updates = int(kept["passes"]), int(kept["updates"])
+    own.passes_at_update = own.num_passes
     own.last_loss = kept["last_loss"]
     for group, values in zip(own.optimizer.param_groups, kept["groups"], strict=True):
         group.update(values)

@@ -31,6 +31,8 @@ class ModelSetup:
         self.label = label
         self.num_passes = 0
         """Batches that went through it, forward and backward; dropout is drawn by their number."""
+        self.passes_at_update = 0
+        """How many of them had gone when it was last updated."""
         self.num_updates = 0
         self.last_loss: float | None = None
         self.last_norm: float | None = None
@@ -112,6 +114,43 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
             )
 
 
+def refuse_detours(own: ModelSetup, world: World) -> None:
+    """Let what a plan cannot follow raise, where it would give wrong numbers without a word.
+
+    On several ranks an update needs the gradient of ``run.forward_backward``: one of the script's own ``loss.backward()`` is that
+    of its replica alone. A stage of a pipeline has no weights but its own, and shards are no state dict.
+    """
+    plan, model = own.engine.plan, own.engine.model
+
+    def refuse_own_gradient(*_: Any) -> None:
+        if own.num_passes == own.passes_at_update:
+            raise RequestError(
+                f"optimizer.step() without a run.forward_backward(batch) before it: on {world.size} ranks a loss.backward() of "
+                "the script's own gives the gradient of one replica; give run.setup the loss, or step=, and call "
+                "run.forward_backward(batch) or run.step(batch)"
+            )
+
+    def refuse_call(*_: Any) -> None:
+        raise RequestError(
+            f"under {plan} this rank holds some stages of {type(model).__name__}, which cannot be called as a whole; use "
+            "run.evaluate(...), or load run.state_dict(whole=True) into a model of your own"
+        )
+
+    def refuse_shards(*_: Any, **__: Any) -> None:
+        raise RequestError(
+            f"under {plan} this rank holds parts of {type(model).__name__}'s weights, which are no state dict; use "
+            "run.state_dict(whole=True) for the whole, and shoal.load_weights(model, path) to load"
+        )
+
+    if world.size > 1:
+        own.optimizer.register_step_pre_hook(refuse_own_gradient)
+    if plan.pp > 1:
+        model.register_forward_pre_hook(refuse_call)
+    if plan.pp > 1 or plan.tp > 1 or plan.zero == 3:
+        model.register_state_dict_pre_hook(refuse_shards)
+        model.register_load_state_dict_pre_hook(refuse_shards)
+
+
 def _labelled(name: str, label: str) -> str:
     return f"{label}.{name}" if label else name
 
@@ -122,6 +161,12 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
     Raises:
         RequestError: there are two optimizers, something is neither, or a scheduler is of another optimizer.
     """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        shown = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise RequestError(
+            f"run.setup takes an nn.Module that is built, and was given {shown}; give it an object such as Net()"
+        )
     optimizers = [one for one in companions if isinstance(one, Optimizer)]
     schedulers = [one for one in companions if not isinstance(one, Optimizer)]
     if len(optimizers) > 1:

@@ -464,6 +464,7 @@ class Trainer:
             self.status = "interrupted"
         self._compare_replicas()
         self._save()
+        self.persistence.wait()  # An evaluation may fail, and must not take the weights of a whole run with it.
         if self.status == "completed" and not self._wants_evaluation(self.progress.step):
             found = self.evaluate("validation")
             # Not part of the schedule, so it must not count for it: a run that is extended later would not have had it.
