@@ -15,6 +15,9 @@ def fits(): return nn.Linear(6, 3)
 def wide(): return nn.Sequential(nn.Linear(7, 3))
 def detached(output, targets): return nn.functional.cross_entropy(output.detach(), targets)
 def summed(output, targets): return nn.functional.cross_entropy(output, targets, reduction="sum")
+class Torn(TensorDataset):
+    def __getitem__(self, i): return super().__getitem__(i if i != 5 else 10**9)
+def torn(): return {"train": data(), "validation": Torn(torch.randn(8, 6), torch.zeros(8).long())}
 def seldom(output, targets): return torch.zeros(()) if targets[0] == 0 else nn.functional.cross_entropy(output, targets)
 """
 
@@ -59,3 +62,11 @@ def test_a_loss_that_is_a_constant_for_some_microbatches_is_trained(shoal, recip
     """Such as one over triplets, where there is none: the run was ended, at whichever step it was."""
     settings = ["--set", 'model.loss="parts:seldom"', "--set", "train.steps=6"]
     shoal.run("train", recipe, "--plan", plan, "--run-dir", "run", *settings)
+
+
+def test_an_evaluation_that_fails_does_not_lose_what_was_trained(shoal, recipe):
+    """The last checkpoint was still being written when the last evaluation failed, and went with it."""
+    settings = ["--set", 'data.build="parts:torn"']
+    done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", *settings, expect=1)
+    assert "in phase 'evaluate'" in done.stderr, done.stderr
+    assert [path.name for path in (shoal.folder / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]

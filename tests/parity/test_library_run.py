@@ -315,3 +315,40 @@ def test_cp_a_stop_of_one_rank_and_a_checkpoint_of_two_models_under_another_plan
         assert found["stop"] == (2, "completed")
         for alone, resumed in zip(found["left alone"], found["resumed"], strict=True):
             assert all(torch.equal(one, resumed[name]) for name, one in alone.items())
+
+
+def detours(world):
+    """What a script does beside the run, and what it is told."""
+    told = {}
+    for plan in ("dp=2", "dp=2 zero=3", "pp=2 microbatches=2"):
+        with shoal.Run(plan=plan, seed=SEED, world=world) as run:
+            model = Net()
+            loader = run.loader(dataset(), global_batch=BATCH)
+            model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.CrossEntropyLoss())
+            for name, action in (
+                ("update", optimizer.step),
+                ("state", model.state_dict),
+                ("call", lambda model=model: model(torch.zeros(2, 8))),
+            ):
+                try:
+                    action()
+                except shoal.RequestError as error:
+                    told[plan, name] = str(error)
+            run.forward_backward(loader.next())
+            optimizer.step()
+            assert run.step_count == 1
+    return told
+
+
+def test_what_would_be_wrong_without_a_word_is_refused_with_the_way_to_do_it():
+    for told in run_on_ranks(detours, 2, deadline_seconds=60.0):
+        assert set(told) == {
+            ("dp=2", "update"),
+            ("dp=2 zero=3", "update"),
+            ("dp=2 zero=3", "state"),
+            ("pp=2 microbatches=2", "update"),
+            ("pp=2 microbatches=2", "state"),
+            ("pp=2 microbatches=2", "call"),
+        }
+        assert all("run.forward_backward(batch)" in words for (_, name), words in told.items() if name == "update")
+        assert all("run.state_dict(whole=True)" in words for (_, name), words in told.items() if name != "update")

@@ -37,7 +37,7 @@ def find_rate(
         batches = loader or run.loaders[0]
         place = batches.state_dict()
         try:
-            with others_frozen(setups, own):
+            with others_frozen(setups, own), own.calling():
                 return find_rate_of(
                     own.engine, batches.steps(num_steps), low=low, high=high, num_steps=num_steps, step=own.num_passes
                 )

@@ -323,7 +323,7 @@ class Run(SavedRun):
             )
         self._begin()
         own = self._of(model)
-        with others_frozen(self._setups, own):
+        with others_frozen(self._setups, own), own.calling():
             loss = own.engine.forward_backward(batch, step=own.num_passes)
         if own.num_passes == 0:
             refuse_constant(own)
@@ -429,7 +429,10 @@ class Run(SavedRun):
         own = self._of(model)
         source = held_out(data, self._loaders)
         size = batch or (self._loaders[0].resolved.micro_batch if self._loaders else 1)
-        found = own.engine.evaluate(source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics)
+        with own.calling():
+            found = own.engine.evaluate(
+                source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics
+            )
         self._evaluated = found
         self._reporter.evaluated(found.as_event(self._num_steps))
         self._heed(own)

@@ -37,6 +37,22 @@ class ModelSetup:
         self.last_loss: float | None = None
         self.last_norm: float | None = None
 
+        self._is_called = False
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside, it is the run that calls the model, not the script."""
+        self._is_called = True
+        try:
+            yield
+        finally:
+            self._is_called = False
+
+    @property
+    def is_called_by_run(self) -> bool:
+        """True while the run calls the model."""
+        return self._is_called
+
     @property
     def optimizer(self) -> Optimizer:
         """The script's own."""
@@ -131,12 +147,18 @@ def refuse_detours(own: ModelSetup, world: World) -> None:
             )
 
     def refuse_call(*_: Any) -> None:
+        if own.is_called_by_run:
+            return
         raise RequestError(
             f"under {plan} this rank holds some stages of {type(model).__name__}, which cannot be called as a whole; use "
             "run.evaluate(...), or load run.state_dict(whole=True) into a model of your own"
         )
 
-    def refuse_shards(*_: Any, **__: Any) -> None:
+    def refuse_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # Which is how Shoal itself goes through what a rank holds.
+            refuse_shards()
+
+    def refuse_shards(*_: Any) -> None:
         raise RequestError(
             f"under {plan} this rank holds parts of {type(model).__name__}'s weights, which are no state dict; use "
             "run.state_dict(whole=True) for the whole, and shoal.load_weights(model, path) to load"
@@ -147,8 +169,8 @@ def refuse_detours(own: ModelSetup, world: World) -> None:
     if plan.pp > 1:
         model.register_forward_pre_hook(refuse_call)
     if plan.pp > 1 or plan.tp > 1 or plan.zero == 3:
-        model.register_state_dict_pre_hook(refuse_shards)
-        model.register_load_state_dict_pre_hook(refuse_shards)
+        model.register_state_dict_pre_hook(refuse_saving)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(refuse_shards)  # type: ignore[no-untyped-call]
 
 
 def _labelled(name: str, label: str) -> str:
