@@ -16,7 +16,7 @@ _SUBJECTS = {
         "Run": "shoal.library.run",
         "RunLoader": "shoal.library.loader",
         "find_rate": "shoal.library.rates",
-        "RateCurve": "shoal.engine.ratefinder",
+        "RateCurve": "shoal.engine.callbacks.ratefinder",
     },
     "Training by a recipe's parts": {
         "Trainer": "shoal.trainer.loop",

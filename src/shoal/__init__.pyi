@@ -15,6 +15,7 @@ from shoal.data.sources.own import from_datasets as from_datasets
 from shoal.engine.callbacks.ema import EMA as EMA
 from shoal.engine.callbacks.monitor import BestCheckpoint as BestCheckpoint
 from shoal.engine.callbacks.monitor import EarlyStopping as EarlyStopping
+from shoal.engine.callbacks.ratefinder import RateCurve as RateCurve
 from shoal.engine.config import TrainConfig as TrainConfig
 from shoal.engine.evaluate import Evaluation as Evaluation
 from shoal.engine.hooks import Hook as Hook
@@ -22,7 +23,6 @@ from shoal.engine.hooks import StepResult as StepResult
 from shoal.engine.metrics import GatheredMetric as GatheredMetric
 from shoal.engine.metrics import Metric as Metric
 from shoal.engine.objective import StepFunction as StepFunction
-from shoal.engine.ratefinder import RateCurve as RateCurve
 from shoal.engine.weights import load_weights as load_weights
 from shoal.library.loader import RunLoader as RunLoader
 from shoal.library.rates import find_rate as find_rate

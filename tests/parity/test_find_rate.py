@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.engine.ratefinder import has_diverged, steepest
+from shoal.engine.callbacks.ratefinder import has_diverged, steepest
 from shoal.testing.ranks import run_on_ranks
 
 PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=3")

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from shoal.engine.ratefinder import RateCurve
-from shoal.engine.ratefinder import find_rate as find_rate_of
+from shoal.engine.callbacks.ratefinder import RateCurve
+from shoal.engine.callbacks.ratefinder import find_rate as find_rate_of
 from shoal.library.loader import RunLoader
 from shoal.library.run import Run
 from shoal.library.setups import others_frozen
