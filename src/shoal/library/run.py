@@ -229,7 +229,8 @@ class Run(SavedRun):
         return made
 
     def _config(self, global_batch: int, micro_batch: int | None = None) -> TrainConfig:
-        return TrainConfig(steps=1, global_batch=global_batch, micro_batch=micro_batch, **self._train)
+        given = {"steps": 1, "global_batch": global_batch, "micro_batch": micro_batch, **self._train}
+        return validate(TrainConfig, given, origin="shoal.Run")
 
     def setup(
         self,

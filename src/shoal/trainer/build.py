@@ -186,6 +186,11 @@ def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
         RunError: it has no whole checkpoint; each refused one is named.
     """
     run = RunDir(Path(run_dir))
+    if not run.recipe.exists() and run.checkpoints.exists():
+        raise RequestError(
+            f"{run_dir} is the run directory of a script, which has no recipe.toml to build the model from; build it yourself "
+            f"and call shoal.load_weights(model, {str(run_dir)!r})"
+        )
     if not run.recipe.exists():
         raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
     check_inside(run)

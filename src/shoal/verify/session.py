@@ -23,7 +23,7 @@ _THREADS = 1
 
 def verify(
     recipe: RecipeLike,
-    plans: Sequence[str | Plan] = (),
+    plans: str | Plan | Sequence[str | Plan] = (),
     *,
     all_plans: bool = False,
     mutants: bool = False,
@@ -41,7 +41,7 @@ def verify(
 
     Args:
         recipe: the path of a recipe, its tables as a dict, or a ``Recipe``.
-        plans: what to prove, such as ``["dp=2", "dp=2 zero=3"]``; the recipe's own plan when there is none.
+        plans: what to prove, such as ``"dp=2"`` or ``["dp=2", "dp=2 zero=3"]``; the recipe's own plan when there is none.
         all_plans: prove every plan that fits.
         mutants: plant bugs in the ranks, and show that each is caught.
         nproc: processes of each plan.
@@ -58,6 +58,9 @@ def verify(
     Raises:
         RequestError: the request is wrong, or none of its plans can be proved; nothing was started.
     """
+    plans = [plans] if isinstance(plans, str | Plan) else plans
+    if steps < 1:
+        raise RequestError(f"steps={steps} compares nothing; give at least 1")
     check_exclusive(has_plans=bool(plans), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
     if mutants:
         return verify_mutants(recipe, steps=steps, overrides=overrides, log=log, save=save)
