@@ -122,6 +122,7 @@ def test_a_plan_without_room_is_known_for_it_and_the_next_has_its_turn():
             pool.play(whole, steps=1)
 
 
+@pytest.mark.soak
 def test_an_odd_number_of_processes_is_timed():
     machine = measure_machine(counts=[3], quick=True)
     sends = [timed for timed in machine.collectives if timed.operation == "send"]

@@ -27,6 +27,7 @@ def test_ssp_without_staleness_is_data_parallel_bit_for_bit(shoal, tiny):
     assert train(shoal, tiny, "ps=2 workers=2 update=ssp:0", "ssp") == replicas
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_class_of_torch_moves_from_servers_to_replicas_bit_for_bit(shoal, tiny):
     """Saved by the servers, gone on with by replicas: the end of the replicas that were left alone."""

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from support.processes.command import ROOT, read_summary
 
 RECIPE = """
@@ -29,6 +31,7 @@ tensorboard = false
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
+@pytest.mark.soak
 def test_a_resumed_stream_repeats_and_loses_nothing(shoal):
     """The stream has 22 samples: steps of 4 end their epoch in the sixth step, and four steps are the middle of it."""
     for build in ("counted", "stateless"):

@@ -179,6 +179,7 @@ NORMALISING = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_classes_that_divide_by_a_gradients_size_are_proved_where_sums_are_split(recipe):
     """RMSprop was said to differ, by elements whose gradient is noise."""

@@ -67,6 +67,7 @@ def test_what_memory_and_head_room_leave_out_is_said(shoal, recipe):
     assert "head room are of 78.0 GiB: a process takes 2.0 GiB of a device's 80.0 GiB for itself" in done.stdout
 
 
+@pytest.mark.soak
 def test_images_are_samples_and_a_split_without_gain_is_said(shoal, tmp_path):
     model = "[model]\nname = 'cnn'\n[data]\nsource = 'digits'\n[train]\nsteps = 2\nglobal_batch = 64\n"
     (tmp_path / "images.toml").write_text(model)
@@ -175,6 +176,7 @@ def test_a_measured_machine_is_a_cluster_of_plan_and_simulate(shoal, tmp_path):
         assert "other.json is no machine file" in refused.stderr and "make one with `shoal calibrate`" in refused.stderr
 
 
+@pytest.mark.soak
 def test_the_simplest_of_those_as_good_comes_first_however_many_are_asked_for(shoal, tmp_path):
     """With --top 1 came ``dp=16 zero=2``, and the plain plan, 0.1% slower, was not even looked at."""
     (tmp_path / "own.toml").write_text(TINY)

@@ -1,5 +1,6 @@
 """Loggers: each in its own thread, none that can stop a run; MLflow with a store on disk, Weights & Biases without network."""
 
+import sys
 import threading
 
 import pytest
@@ -103,6 +104,8 @@ def test_mlflow_has_every_point_and_a_resumed_run_goes_on_in_the_same_one(tmp_pa
 
 def test_wandb_writes_its_files_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
+    monkeypatch.setattr(sys, "exit", sys.exit)  # W&B puts a function of its own there, which other tests must not meet.
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     log_some(tmp_path, LogConfig(to=("wandb",)), [1, 2, 3])
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
