@@ -273,7 +273,8 @@ def test_a_batch_is_handed_over_with_no_more_work_for_more_samples() -> None:
         with _loader(_source(100_000), global_batch=size, micro_batch=size, prefetch=0) as loader:
             loader.next()
             work.append(instructions(loader.next))
-    assert work[1] < work[0] + 100
+    # A line for each would be 960 more; what the interpreter does now and then by itself is a hundred or two.
+    assert work[1] < work[0] + 480
 
 
 @pytest.mark.parametrize(("worth_s", "num_threads"), [(0.0, 1), (3600.0, 0)], ids=["slow", "quick"])
