@@ -142,8 +142,8 @@ def folder(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def existing_file(folder_fd: int, name: str) -> Iterator[tuple[int, int]]:
-    """The descriptor and the size of a regular file directly inside a folder.
+def existing_file(folder_fd: int | None, name: str) -> Iterator[tuple[int, int]]:
+    """The descriptor and the size of a regular file directly inside a folder; None for a file that is named by its path.
 
     Raises:
         NotWhole: it is missing, a link, a pipe, a device or a folder, or cannot be opened.

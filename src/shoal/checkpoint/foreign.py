@@ -8,15 +8,14 @@ its own folder, and nothing but bytes is ever read. No torch here.
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import strictjson
-from shoal.checkpoint.files import NotWhole, read_into
+from shoal.checkpoint.files import NotWhole, existing_file, read_into
 from shoal.checkpoint.manifest import TensorEntry, whole_tensor
 from shoal.checkpoint.shard import ITEM_BYTES, Slot, Span, num_bytes
 from shoal.checkpoint.strictjson import check_object, mapping, number, shape_of, tensor_name
@@ -169,8 +168,7 @@ def _slot(name: str, entry: Any, first: int) -> Slot:
     return Slot(key=name, dtype=dtype, shape=shape, start=first + start, end=first + end)
 
 
-@contextmanager
-def _opened(path: Path, origin: Path) -> Iterator[tuple[int, int]]:
+def _opened(path: Path, origin: Path) -> AbstractContextManager[tuple[int, int]]:
     """The descriptor and the size of a regular file. A link in a folder may lead to the blobs of a hub's cache only.
 
     Raises:
@@ -185,16 +183,4 @@ def _opened(path: Path, origin: Path) -> Iterator[tuple[int, int]]:
             raise NotWhole(f"{path.name} is a link that leads out of {origin}, to {real}")
     elif path == origin:
         real = Path(os.path.realpath(path))
-    try:
-        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise NotWhole(f"{path} is missing") from None
-    except OSError as error:
-        raise NotWhole(f"{path} cannot be opened: {error.strerror}") from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise NotWhole(f"{path} is not a regular file")
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
+    return existing_file(None, str(real))

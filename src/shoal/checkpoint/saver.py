@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.attempt import Agreement, Request, attempt
+from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.holdings import Cut, Listing, assign, cuts_of
 from shoal.checkpoint.pieces import as_blob, dtype_name, list_holdings, view_cuts
@@ -28,6 +29,7 @@ from shoal.checkpoint.retention import Proven, expire, mark_good
 from shoal.checkpoint.shard import num_bytes
 from shoal.checkpoint.strictjson import pack, unpack
 from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote, Votes
+from shoal.comm.world import World
 from shoal.core.clock import Deadline
 from shoal.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from shoal.core.placement import Placement, Shape
@@ -391,3 +393,38 @@ class Saver:
             self._report(
                 Warned(message=f"cannot delete expired checkpoints in {self._root}, or mark good ones: {error}")
             )
+
+
+def open_saver(
+    root: Path,
+    *,
+    world: World,
+    config: CheckpointConfig,
+    plan: str,
+    report: Callable[[Event], None],
+    settle: Callable[[], None],
+) -> Saver:
+    """The saver of one rank of a run, after what killed saves have left is swept away. All ranks call it together.
+
+    Args:
+        root: the folder of the run's checkpoints.
+        world: the ranks.
+        config: which checkpoints are kept.
+        plan: for the manifest.
+        report: told how each save ended, on the saver's thread.
+        settle: called before a save counts, so that what led there is on the disk too.
+    """
+    if world.is_first and root.is_dir():
+        sweep(root)
+    world.barrier()
+    return Saver(
+        root,
+        rank=world.rank,
+        world_size=world.size,
+        group=world.save_group,
+        config=config,
+        plan=plan,
+        deadline_s=world.deadline_seconds,
+        report=report,
+        settle=settle,
+    )

@@ -3,6 +3,7 @@
 import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.core.rundir import make_run_dir
 from shoal.engine.stop import StopRequest
 from shoal.telemetry.statusboard import RankStatus
 
@@ -24,6 +26,31 @@ _OF_ENTERED = ("world", "plan", "_reporter")
 
 OPEN: "list[RunProcess]" = []
 """The run that this process is inside of, if any."""
+
+
+def read_plan(given: object) -> Plan:
+    """The plan of a run: a ``Plan``, its text, or the empty one where nothing is given.
+
+    Raises:
+        RequestError: it is none of them, or the text is wrong.
+    """
+    if isinstance(given, str):
+        return Plan.parse(given)
+    if given is None or isinstance(given, Plan):
+        return given or Plan()
+    raise RequestError(f"plan={given!r} is no plan; give its text, such as 'dp=2 zero=1', or a shoal.Plan")
+
+
+def open_run_dir(path: Path) -> None:
+    """Make the run directory where there is none.
+
+    Raises:
+        RequestError: a file is in its place, or the disk refuses it.
+    """
+    try:
+        make_run_dir(path)
+    except OSError as error:
+        raise RequestError(f"run_dir {path} cannot be made: {error.strerror}; give another folder") from error
 
 
 class RunProcess:

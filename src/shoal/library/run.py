@@ -37,7 +37,6 @@ from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
 from shoal.core.events import Logged, RunEnded, StepDone
 from shoal.core.plan import Plan
-from shoal.core.rundir import make_run_dir
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
 from shoal.engine.config import Settings, TrainConfig
@@ -55,7 +54,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader, held_out
-from shoal.library.process import IS_RUNNING, OPEN
+from shoal.library.process import IS_RUNNING, OPEN, open_run_dir, read_plan
 from shoal.library.saved import SavedRun
 from shoal.library.setups import (
     ModelSetup,
@@ -116,12 +115,13 @@ class Run(SavedRun):
         world: World | None = None,
     ) -> None:
         super().__init__()
-        text = plan if plan is not None else os.environ.get(PLAN_VARIABLE)
-        self._asked = Plan.parse(text) if isinstance(text, str) else text or Plan()
+        self._asked = read_plan(plan if plan is not None else os.environ.get(PLAN_VARIABLE))
         self.seed = seed
         found = run_dir if run_dir is not None else os.environ.get(RUN_DIR_VARIABLE)
         self.run_dir = None if found is None else Path(found)
         self._resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
+        if resume and self.run_dir is None:
+            raise RequestError("resume=True goes on from the checkpoints of a run directory; give run_dir=")
         if precision == "float16":
             raise RequestError(
                 "precision float16 needs a loss scale that leaves out steps, as recipes have; use bfloat16"
@@ -132,6 +132,7 @@ class Run(SavedRun):
             "batch_norm": batch_norm,
             "unused_parameters": unused_parameters,
         }
+        self._config(1)  # So that a wrong value is told of here.
         self._keep = checkpoint or CheckpointConfig()
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
@@ -167,7 +168,7 @@ class Run(SavedRun):
         self.world = self._given_world or join_world(place, deadline_seconds=self._deadline)
         self.plan = self._fit(self._asked)
         if self.run_dir is not None:
-            make_run_dir(self.run_dir)
+            open_run_dir(self.run_dir)
         self._reporter = Reporter(
             self.run_dir, world=self.world, config=self._telemetry, rank_status=self._status, total_steps=0
         )

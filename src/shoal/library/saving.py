@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
-from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.reader import read, read_local
-from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.saver import open_saver
 from shoal.checkpoint.whole import committed_names, newest_whole
 from shoal.comm.world import World
 from shoal.core.errors import RunError, ShoalError
@@ -66,19 +65,8 @@ class RunCheckpoints:
         self.failure: str | None = None
         self._world, self._reporter, self._plan = world, reporter, plan
         self._replica, self._seed = replica, seed
-        if world.is_first and self.root.is_dir():
-            sweep(self.root)
-        world.barrier()
-        self._saver = Saver(
-            self.root,
-            rank=world.rank,
-            world_size=world.size,
-            group=world.save_group,
-            config=config,
-            plan=plan,
-            deadline_s=world.deadline_seconds,
-            report=self._report,
-            settle=reporter.flush,
+        self._saver = open_saver(
+            self.root, world=world, config=config, plan=plan, report=self._report, settle=reporter.flush
         )
 
     def _report(self, event: Event) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
-from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.files import parse_step, step_name
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.retention import Fallback, fall_back, newest_good, refuse_only_aside
-from shoal.checkpoint.saver import Saver, warn_if_short
+from shoal.checkpoint.saver import Saver, open_saver, warn_if_short
 from shoal.checkpoint.whole import Found, committed_names, newest_whole, verify
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RunError, ShoalError
@@ -74,19 +73,8 @@ class Persistence:
         if self.root is not None and run_dir is not None:
             check_inside(RunDir(run_dir))
             self._place = _identity(run_dir)
-            if world.is_first and self.root.is_dir():
-                sweep(self.root)
-            world.barrier()
-            self.saver = Saver(
-                self.root,
-                rank=world.rank,
-                world_size=world.size,
-                group=world.save_group,
-                config=config,
-                plan=plan,
-                deadline_s=world.deadline_seconds,
-                report=self._report,
-                settle=reporter.flush,
+            self.saver = open_saver(
+                self.root, world=world, config=config, plan=plan, report=self._report, settle=reporter.flush
             )
 
     def _report(self, event: Event) -> None:

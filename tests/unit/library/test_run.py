@@ -162,3 +162,20 @@ def test_an_evaluation_makes_batches_as_the_loader_does():
         loader = run.loader(DATA, global_batch=8, collate_fn=collate)
         set_up(run)
         assert run.evaluate(DATA).loss == run.evaluate(loader).loss < 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"plan": 2}, "plan=2 is no plan"),
+        ({"plan": "dp=x"}, "dp"),
+        ({"resume": True}, "give run_dir="),
+        ({"precision": "fp16"}, "precision"),
+        ({"batch_norm": "x"}, "batch_norm"),
+        ({"seed": "a"}, "seed"),
+        ({"run_dir": __file__}, "cannot be made"),
+    ],
+)
+def test_a_wrong_value_of_a_run_is_one_message(wrong, words):
+    with pytest.raises(shoal.RequestError, match=words), shoal.Run(**wrong):
+        pass
