@@ -1,6 +1,6 @@
 """The ranks of a run as a grid, one axis per way of dividing the work, and a channel along each.
 
-Ranks are numbered with ``pp`` slowest and ``tp`` fastest (``core/axes.py``), so that the axis with the most traffic lies on the
+Ranks are numbered with ``islands`` slowest and ``tp`` fastest (``core/axes.py``), so that the axis with the most traffic lies on the
 nearest neighbours. torch's ``DeviceMesh`` makes the process groups; the channels over them are ours, because they count what they
 move and pick shared memory where they can.
 """
@@ -21,7 +21,9 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 
-GRID = (Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
+GRID = (Axis.ISLAND, Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
+INSIDE = (Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
+"""The axes inside an island, which is the whole run where there is one."""
 
 
 class Mesh:
@@ -44,7 +46,7 @@ class Mesh:
         self.replicas = replicas
         """The ranks with the same weights and different data or positions: dp and cp together, dp slowest."""
         self.everyone = everyone
-        """All ranks of the run."""
+        """All ranks of this rank's island: of the run, where it is not divided into islands."""
         self.traffic = traffic
         self.groups = groups or {}
         self._own_groups: list[dist.ProcessGroup] = []
@@ -64,6 +66,11 @@ class Mesh:
     def channel(self, axis: Axis) -> Channel:
         """The ranks that differ from this one along this axis only."""
         return self.channels[axis]
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica among those of all islands."""
+        return self.coordinates[Axis.ISLAND] * self.degrees[Axis.DATA] + self.coordinates[Axis.DATA]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The torch group of an axis (``dp``, ``tp``, ...) or of ``replicas``; None where one rank is alone on it."""
@@ -155,7 +162,7 @@ def rank_groups(degrees: Mapping[Axis, int], axes: Sequence[Axis]) -> list[list[
 
 def _named_axes(degrees: Mapping[Axis, int]) -> list[tuple[str, tuple[Axis, ...]]]:
     named: list[tuple[str, tuple[Axis, ...]]] = [(axis.value, (axis,)) for axis in GRID]
-    named += [("replicas", (Axis.DATA, Axis.CONTEXT)), ("everyone", GRID)]
+    named += [("replicas", (Axis.DATA, Axis.CONTEXT)), ("everyone", INSIDE)]
     return [(name, axes) for name, axes in named if math.prod(degrees[axis] for axis in axes) > 1]
 
 
@@ -188,7 +195,7 @@ def _mesh(
         coordinates=coordinates,
         channels={axis: channel(axis.value, (axis,)) for axis in GRID},
         replicas=channel("replicas", (Axis.DATA, Axis.CONTEXT)),
-        everyone=channel("everyone", GRID),
+        everyone=channel("everyone", INSIDE),
         traffic=traffic,
         groups=groups,
     )

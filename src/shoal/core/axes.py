@@ -4,8 +4,9 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """One way of dividing ranks. The order is the order of ranks: ``pp`` varies slowest, ``tp`` fastest."""
+    """One way of dividing ranks. The order is the order of ranks: ``islands`` varies slowest, ``tp`` fastest."""
 
+    ISLAND = "islands"
     PIPELINE = "pp"
     DATA = "dp"
     CONTEXT = "cp"

@@ -57,6 +57,21 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundDone(Event):
+    """Islands have exchanged weights by the plan's ``sync``."""
+
+    kind: ClassVar[str] = "round"
+    step: int
+    """Steps done when it was held."""
+    round: int
+    """Its number, from 0."""
+    policy: str
+    islands: int
+    seconds: float
+    """That the exchange and the outer step took on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateApplied(Event):
     """One update of parameter servers, under the rules by which a step is not one update of all its shares alike.
 

@@ -23,13 +23,13 @@ from shoal.core.pipelines import (
     unreadable_replicas,
     write_replicas,
 )
-from shoal.core.planrules import model_problems, plan_problems, server_problems
+from shoal.core.planrules import island_problems, model_problems, plan_problems, server_problems
 from shoal.core.units import divisors
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
 EXECUTED = frozenset(
     {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "replicas", "zero", "recompute", "microbatches"}
-    | {"ps", "workers", "update", "backup"}
+    | {"ps", "workers", "update", "backup", "islands", "sync"}
 )
 
 
@@ -37,8 +37,10 @@ EXECUTED = frozenset(
 class Plan:
     """How a run is laid out. A field left out is 1, off, or derived."""
 
+    islands: int = 1
+    """Groups of replicas that agree by ``sync``; inside each, gradients are summed at every step."""
     dp: int | None = None
-    """Replicas of the model; derived from the number of processes when left out."""
+    """Replicas of the model, in each island; derived from the number of processes when left out."""
     tp: int = 1
     """Ranks that share each split matrix."""
     sp: bool = False
@@ -72,7 +74,7 @@ class Plan:
     backup: int = 0
     """Backups of each parameter-server shard."""
     sync: str = "allreduce"
-    """How replicas agree: allreduce, local:H, gossip."""
+    """How replicas agree: allreduce, local:H, diloco:H, stream:H,F,T, slowmo:H, easgd:H, gossip:GRAPH or pushsum:GRAPH."""
     compress: str | None = None
     """Compression of gradients between replicas."""
 
@@ -126,12 +128,19 @@ class Plan:
         """Processes that the plan needs; parameter servers and workers are counted, their centers are not."""
         if self.ps:
             return self.ps + (self.workers or 1) * self.ranks_per_replica
-        return self.degree(Axis.DATA) * self.ranks_per_replica
+        return self.islands * self.degree(Axis.DATA) * self.ranks_per_replica
 
     @property
     def num_shares(self) -> int:
         """Parts that a step's batch is cut into: one for every replica, or for every worker of parameter servers."""
-        return (self.workers or 1) if self.ps else (self.dp or 1)
+        return (self.workers or 1) if self.ps else self.islands * (self.dp or 1)
+
+    @property
+    def with_islands(self) -> "Plan":
+        """The same plan with its islands named: a ``sync`` without ``islands`` makes every replica an island of its own."""
+        if self.islands > 1 or self.sync == "allreduce" or self.ps or not self.dp or self.zero:
+            return self
+        return replace(self, islands=self.dp, dp=1)
 
     @property
     def stage_replicas(self) -> tuple[int, ...] | None:
@@ -158,7 +167,7 @@ class Plan:
         """
         wrong_values = list(self._value_problems())
         # A degree of 0 makes every question after this one meaningless.
-        found = wrong_values or [*plan_problems(self), *server_problems(self)]
+        found = wrong_values or [*plan_problems(self), *server_problems(self), *island_problems(self)]
         facts = model_facts(model) if model is not None and not wrong_values else None
         if facts is not None:
             found += model_problems(self, facts)
@@ -170,7 +179,9 @@ class Plan:
             )
         elif world_size is not None and self.world_size != world_size:
             product = " x ".join(
-                f"{axis.value} {self.degree(axis)}" for axis in (Axis.DATA, Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE)
+                f"{axis.value} {self.degree(axis)}"
+                for axis in (Axis.ISLAND, Axis.DATA, Axis.TENSOR, Axis.CONTEXT, Axis.PIPELINE)
+                if axis is not Axis.ISLAND or self.islands > 1
             )
             found.append(
                 f"{world_size} processes are not {product} = {self.world_size}; "
@@ -220,7 +231,7 @@ class Plan:
 _TYPES: dict[str, type] = {
     field.name: bool if field.name == "sp" else str if "str" in str(field.type) else int for field in fields(Plan)
 }
-_LOWEST = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "chunks": 1, "microbatches": 1, "zero": 0, "ps": 0, "backup": 0}
+_LOWEST = {"islands": 1, "dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "chunks": 1, "microbatches": 1, "zero": 0, "ps": 0, "backup": 0}
 _CHOICES: dict[str, tuple[object, ...]] = {
     "cp_kind": ("ring", "alltoall"),
     "zero": (0, 1, 2, 3),
@@ -283,7 +294,10 @@ def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool
     if world_size is not None and plan.world_size != world_size:
         return False
     rules = itertools.chain(
-        plan_problems(plan), server_problems(plan), model_problems(plan, facts) if facts is not None else ()
+        plan_problems(plan),
+        server_problems(plan),
+        island_problems(plan),
+        model_problems(plan, facts) if facts is not None else (),
     )
     # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
     is_whole = all(getattr(plan, key) != 0 for key in ("dp", "tp", "cp", "pp"))

@@ -19,12 +19,21 @@ from shoal.core.pipelines import (
     schedule_facts,
     unreadable_replicas,
 )
+from shoal.core.syncrule import SyncRule
 from shoal.core.units import divisors
 from shoal.core.updaterule import UpdateRule
 
 
 class PlanKeys(Protocol):
     """What the rules read of a plan (``core/plan.py`` has the value, and imports this file)."""
+
+    @property
+    def islands(self) -> int:
+        """Groups of replicas that agree by ``sync``."""
+
+    @property
+    def sync(self) -> str:
+        """How they agree."""
 
     @property
     def dp(self) -> int | None:
@@ -341,6 +350,48 @@ def server_problems(plan: PlanKeys) -> Iterator[str]:
         yield (
             f"update={plan.update} closes an update at {rule.quorum} arrivals, and there are {plan.workers} workers; "
             f"lower it to {plan.workers}"
+        )
+
+
+def island_problems(plan: PlanKeys) -> Iterator[str]:
+    """What is wrong with the islands of a plan and the rule by which they agree."""
+    try:
+        rule = SyncRule.parse(plan.sync)
+    except RequestError as error:
+        yield str(error)
+        return
+    if not rule.is_island_rule:
+        if plan.islands > 1:
+            total = plan.islands * (plan.dp or 1)
+            yield (
+                f"islands={plan.islands} agree by sync, and sync is allreduce, under which there are none; set sync, such as "
+                f"sync=diloco:50, or write dp={total} in place of islands={plan.islands} dp={plan.dp or 1}"
+            )
+        return
+    replicas = plan.islands if plan.islands > 1 else plan.dp
+    if plan.ps:
+        yield (
+            f"sync={plan.sync} is for replicas that hold all weights, and ps={plan.ps} servers have them here; leave sync out, and "
+            f"say how workers agree by update, or leave ps out"
+        )
+    elif replicas == 1:
+        yield f"sync={plan.sync} is between islands, and there is one; set islands or dp to 2 or more, or leave sync out"
+    elif plan.islands == 1 and plan.zero and plan.dp is not None:
+        half = plan.dp // 2 if plan.dp % 2 == 0 else 1
+        inside = f"islands=2 dp={half}" if half > 1 else f"islands={plan.dp} dp=2"
+        yield (
+            f"zero={plan.zero} shares state along dp, and sync={plan.sync} without islands makes each of the dp={plan.dp} replicas "
+            f"an island of its own; write {inside} to shard inside islands, or leave zero out"
+        )
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        yield (
+            f"schedule={plan.schedule} does not go with sync={plan.sync}: its stages update weights by themselves, at different "
+            f"times; use schedule=1f1b"
+        )
+    if replicas is not None and rule.kind == "gossip" and rule.graph == "exponential" and replicas & (replicas - 1):
+        yield (
+            f"sync={plan.sync} halves the distance to the mean at every round only where the islands are a power of two, and "
+            f"there are {replicas}; use sync=pushsum:exponential or sync=gossip:ring"
         )
 
 

@@ -74,7 +74,8 @@ class StepBatch:
     position: Position
     """Where the data is after this batch; it goes into the checkpoint."""
     total_weight: float | None
-    """Weight of the global batch where every sample weighs the same; None where the replicas have to add theirs up."""
+    """Weight of the part that the mean loss is over (the global batch, or the share of this island), where every sample weighs the
+    same; None where the replicas have to add theirs up."""
     local_weight: float
     """Weight of this replica's part."""
     epoch: int = 0
@@ -92,6 +93,7 @@ class Loader:
         micro_batch: int,
         replica: int = 0,
         num_replicas: int = 1,
+        num_islands: int = 1,
         seed: int = 0,
         position: Position | None = None,
         prefetch: int = 2,
@@ -107,6 +109,7 @@ class Loader:
             micro_batch: samples per forward pass.
             replica: this replica's number.
             num_replicas: how many there are.
+            num_islands: groups of replicas, of which each has a mean loss of its own.
             seed: of the order of samples.
             position: where to go on; the beginning when left out.
             prefetch: batches loaded ahead, by a thread that ends when loading turns out to be quick; 0 starts none.
@@ -124,7 +127,8 @@ class Loader:
         self._owner = os.getpid()
         self._stream: StreamReader | None = None
         num_own = -(-global_batch // (num_replicas * micro_batch))
-        share = Share(replica=replica, num_replicas=num_replicas, num_microbatches=num_own)
+        share = Share(replica=replica, num_replicas=num_replicas, num_islands=num_islands, num_microbatches=num_own)
+        self._share = share
         worker_seed = derive_key("workers", seed, start.epoch, start.offset, replica)
         processes = WorkerOptions(
             num_workers=workers,
@@ -249,7 +253,7 @@ class Loader:
             microbatches=tuple(loaded),
             num_samples=part.num_samples,
             position=part.position,
-            total_weight=None if uniform is None else float(uniform * part.num_samples),
+            total_weight=None if uniform is None else float(uniform * self._share.island_samples(part.num_samples)),
             local_weight=sum(microbatch.weight for microbatch in loaded),
             epoch=part.epoch,
         )

@@ -45,12 +45,23 @@ class Share:
 
     replica: int = 0
     num_replicas: int = 1
+    num_islands: int = 1
+    """Groups of replicas that follow each other; each has a mean loss of its own."""
     num_microbatches: int = 1
     """Of this replica, where the batch is not short."""
 
     def cut(self, ids: Ids) -> list[Ids]:
         """This replica's microbatches of a global batch."""
         return own_microbatches(ids, self.replica, self.num_replicas, self.num_microbatches)
+
+    def island_samples(self, num_samples: int) -> int:
+        """Samples of a global batch that this replica's island has; at least 1, which a mean is divided by."""
+        if self.num_islands == 1:
+            return num_samples
+        size, longer = divmod(num_samples, self.num_replicas * self.num_microbatches)
+        parts = self.num_replicas // self.num_islands * self.num_microbatches
+        first = self.replica // (self.num_replicas // self.num_islands) * parts
+        return max(1, size * parts + max(0, min(longer - first, parts)))
 
 
 def options_of(source: Source) -> LoaderOptions:

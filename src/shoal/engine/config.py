@@ -12,6 +12,7 @@ from shoal.engine.callback_config import EarlyStopConfig
 from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.pipeline.config import PipelineConfig
+from shoal.replicas.config import ReplicaConfig
 
 
 class TrainConfig(Config):
@@ -86,6 +87,7 @@ class Settings:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
 
     def describe(self) -> dict[str, Any]:
         """What is set of the length, the batch, the arithmetic and the optimizer, by ``section.key``; for loggers."""

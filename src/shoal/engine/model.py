@@ -10,7 +10,8 @@ Nothing here logs, saves or waits.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, overload
@@ -28,6 +29,7 @@ from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
+from shoal.engine.islands import Islands
 from shoal.engine.metrics import Metric
 from shoal.engine.objective import Objective
 from shoal.engine.passes import Passes
@@ -90,10 +92,14 @@ class ParallelModel:
     """Parameters may stay without a gradient."""
     asynchronous: AsyncPipeline | None
     """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
+    islands: Islands | None = None
+    """Brings this island together with the others; None where the run is one island."""
     publishes_by_itself: bool = False
     """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """What the user's own step gave beside the loss, over the last global batch; empty without such a step."""
+    _is_same_policy: bool = field(default=False, init=False)
+    """The checkpoint that is loaded knows this policy and this number of islands."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
 
@@ -142,7 +148,7 @@ class ParallelModel:
         is_taken = is_finite and loss <= loss_limit
         if is_taken:
             self.passes.enter("optimizer", step)
-            self.step(lr=lr)
+            self.step(lr=lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -185,11 +191,22 @@ class ParallelModel:
             clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)
         return norm
 
-    def step(self, *, lr: float | None) -> None:
-        """Update the weights, and bring them to where forward passes read them. A rate of None leaves those of the groups."""
+    def step(self, *, lr: float | None, number: int = 0) -> None:
+        """Update the weights, and bring them to where forward passes read them.
+
+        Args:
+            lr: the rate; None leaves those of the optimizer's groups.
+            number: of the step, from 0: islands exchange weights by it.
+        """
         if lr is not None:
             set_rate(self.optimizer, lr)
+        if self.islands is not None:
+            self.islands.before_update()
         self.optimizer.step()
+        if self.islands is not None:
+            self.passes.enter("wait: other islands", number)
+            rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
+            self.islands.after_update(number, lr=float(rate))
         if not self.publishes_by_itself:
             self.reduction.publish()
 
@@ -197,6 +214,8 @@ class ParallelModel:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
         if self.passes.has_batch_norm:
             batchnorm.fold(self.model, keep=is_taken)
+        if self.islands is not None and is_taken:
+            self.islands.end_step()
 
     def _sum_gradients(self, step: int) -> None:
         """What is left of the reduction after the last backward pass."""
@@ -205,6 +224,8 @@ class ParallelModel:
         self._refuse_untouched()
         if self.layout.partial:
             sum_partial_(self.reduction.updated, self.layout.partial, self.mesh.channel(Axis.TENSOR))
+        if self.islands is not None and self.islands.sums_gradients(step):
+            self.islands.average_gradients([one.grad for one in self.reduction.updated.values() if one.grad is not None])
 
     def _refuse_untouched(self) -> None:
         """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
@@ -258,7 +279,8 @@ class ParallelModel:
                 metrics=metrics,
             )
 
-        found = look()
+        with self.islands.consensus() if self.islands is not None else nullcontext():
+            found = look()
         for prefix, weights in {key: one for hook in self.hooks for key, one in hook.variants().items()}.items():
             with weights:
                 found = found.with_variant(prefix, look())
@@ -275,6 +297,38 @@ class ParallelModel:
         """
         own = self._own_state()
         return self.hooks.add_tensors(own if self.asynchronous is None else self.asynchronous.add_versions(own, step))
+
+    def state_to_save(self, step: int = 0) -> RankState:
+        """What a checkpoint keeps on this rank: ``state``; of islands their mean, and what each needs to go on exactly.
+
+        All ranks call it together.
+        """
+        own = self.state(step)
+        return own if self.islands is None else self.islands.to_save(own)
+
+    def state_to_load(self, own: RankState, saved: Collection[str]) -> RankState:
+        """The live tensors of ``own`` by the names that a checkpoint has for them."""
+        if self.islands is None:
+            return own
+        found, self._is_same_policy = self.islands.to_load(own, saved)
+        return found
+
+    def restored(self) -> str | None:
+        """A checkpoint was written into the live tensors: bring weights to where forward passes read them.
+
+        Returns:
+            What to tell the user of it; None where there is nothing to tell.
+        """
+        self.reduction.publish()
+        if self.islands is None:
+            return None
+        self.islands.went_on(is_same=self._is_same_policy)
+        if self._is_same_policy:
+            return None
+        return (
+            f"the checkpoint is not one of {self.islands.channel.size} islands with sync={self.islands.rule.kind}: every island "
+            "goes on from the weights that it was saved with, which of islands are their mean"
+        )
 
     def _own_state(self) -> RankState:
         return export_rank_state(self.model, self.optimizer, self.reduction, self.layout, self.outline)
@@ -294,10 +348,14 @@ class ParallelModel:
     def whole_weights(self, other: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of the whole model, one after the other in the order of their names. All ranks go through it together.
 
+        Of islands that do not agree it is the weights that stand for all of them.
+
         Args:
             other: tensors in place of some of this rank's, by the names that checkpoints have for them; such as an average.
         """
         own = self._own_state()
+        if self.islands is not None:
+            other = {**self.islands.agreed_weights(), **(other or {})}
         if other:
             own = replace(own, tensors={**own.tensors, **{f"weights/{name}": one for name, one in other.items()}})
         return whole_weights(

@@ -14,12 +14,14 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
+from shoal.engine.islands import Islands
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
@@ -46,6 +48,8 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
+from shoal.replicas.build import build_policy
+from shoal.replicas.policy import Island
 from shoal.telemetry.statusboard import RankStatus
 
 
@@ -118,7 +122,7 @@ def parallelize(
     scoring = Scoring(loss, layout=layout, mesh=mesh)
     objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout, scalars=scalars)
     objective.name_sample = getattr(data.train, "name_sample", None)
-    if plan.zero == 0 and mesh.replicas.size == world.size > 1:
+    if plan.zero == 0 and mesh.replicas.size == mesh.everyone.size > 1:
         scalars.piggyback_on(objective)
     outline, groups = draw_outline(model), decide_groups(settings.optim, model)
     cut = None
@@ -320,12 +324,42 @@ def _assemble(
         max_norm=max_norm,
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
+        islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
     )
     remember(assembled)
     for hook in assembled.hooks:
         hook.on_attach(assembled)
     return assembled
+
+
+def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Settings) -> Islands:
+    """What brings this island together with the others.
+
+    Raises:
+        RequestError: the policy does not fit the model.
+    """
+    reduction, scalars = passes.reduction, parts.objective.scalars
+    assert scalars is not None
+    rule = SyncRule.parse(parts.plan.sync)
+    channel = parts.mesh.channel(Axis.ISLAND)
+    weights = {name: parameter.detach() for name, parameter in reduction.updated.items()}
+    order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
+    island = Island(channel=channel, weights=weights, seed=settings.train.seed)
+    return Islands(
+        rule=rule,
+        config=settings.replicas,
+        policy=build_policy(island, rule, settings.replicas, order=order),
+        channel=channel,
+        inside=parts.mesh.everyone,
+        weights=weights,
+        placements=reduction.placements,
+        buffers=batchnorm.running_statistics(parts.objective.model),
+        saved_names={entry.parameter: name for name, entry in outline.items() if entry.parameter},
+        stop=scalars.stop,
+        device=parts.world.device,
+        publish=reduction.publish,
+    )
 
 
 def example_of(data: Splits) -> ModelInputs:

@@ -66,5 +66,9 @@ class StepScalars:
                 loss, requests = told, float(self.stop.is_requested)
             else:
                 loss, requests = self._mesh.everyone.all_reduce_(scalars).tolist()
-        self.stop.agree(any_rank=requests > 0)
+        if self._mesh.has(Axis.ISLAND):
+            # Other islands must stop after the same step: they are told of it when islands meet.
+            self.stop.is_pending = self.stop.is_pending or requests > 0
+        else:
+            self.stop.agree(any_rank=requests > 0)
         return float(loss)

@@ -87,7 +87,8 @@ def resolve_alone(
         setup.plan.check(world_size=world_size)
         return setup
     plan = plan or Plan()
-    plan = replace(plan, dp=world_size // plan.ranks_per_replica) if plan.dp is None else plan
+    if plan.dp is None:
+        plan = replace(plan, dp=world_size // (plan.ranks_per_replica * plan.islands))
     plan.check(world_size=world_size)
     found = resolve_run(train, resolve_plan(train, plan), num_samples=num_samples, tokens_per_sample=tokens_per_sample)
     if setup is not None and found.plan != setup.plan:
@@ -118,7 +119,7 @@ def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int |
     is_free = plan.dp is None or (plan_text is None and num_processes is not None)
     if is_free:
         # A degree of 0 or less is refused by the check below.
-        per_replica = max(1, plan.ranks_per_replica)
+        per_replica = max(1, plan.ranks_per_replica * plan.islands)
         total = per_replica if num_processes is None else num_processes
         if total % per_replica:
             raise RequestError(
@@ -194,7 +195,8 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
         plan = replace(plan, microbatches=plan.microbatches or 1)
         largest = max(unit_samples(train.global_batch, sizes))
         return ResolvedPlan(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
-    replicas, axis = plan.num_shares, "workers" if plan.ps else "dp"
+    plan = plan.with_islands
+    replicas, axis = plan.num_shares, "workers" if plan.ps else "dp" if plan.islands == 1 else "islands x dp"
     if train.global_batch % replicas:
         smaller = train.global_batch - train.global_batch % replicas
         raise RequestError(
@@ -267,6 +269,8 @@ def check_settings(train: TrainConfig, plan: Plan) -> None:
     found = setting_problems(plan, compile_model=train.compile, unused_parameters=train.unused_parameters)
     if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
         found += _asynchronous_settings(train, plan)
+    if plan.islands > 1:
+        found += _island_settings(train, plan)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
@@ -301,6 +305,19 @@ def server_settings(train: TrainConfig, optim: OptimConfig, plan: Plan) -> list[
         found.append(
             f"train.time_limit {train.time_limit} is not there with parameter servers yet; stop the run with SIGTERM, which saves"
         )
+    return found
+
+
+def _island_settings(train: TrainConfig, plan: Plan) -> list[str]:
+    """Settings that need all islands to agree about a step before any of them takes it."""
+    alone = f"leaves out steps on all ranks together, and islands with sync={plan.sync} take theirs by themselves"
+    found = []
+    if train.precision == "float16":
+        found.append(f"train.precision float16 {alone}; use bfloat16")
+    if train.nonfinite == "skip":
+        found.append(f"train.nonfinite skip {alone}; leave nonfinite out")
+    if train.spike is not None:
+        found.append(f"train.spike {train.spike:g} {alone}; leave spike out")
     return found
 
 

@@ -18,6 +18,8 @@ class StopRequest:
         """Why all ranks stop, as far as this rank knows; None until they have agreed."""
         self.signal_number = 0
         """Of the signal that asked; 0 while none came."""
+        self.is_pending = False
+        """A rank of this island asks to stop, and other islands have not heard of it yet."""
         self.is_decided = False
         """Every rank decided alike that training is over, as early stopping does: nobody interrupted it."""
 

@@ -150,6 +150,18 @@ def is_applied(model: nn.Module) -> bool:
     return any(isinstance(module, ReplicaBatchNorm) for module in model.modules())
 
 
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """The running means and variances of the model's batch norms by the names of its ``state_dict``: live tensors."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ReplicaBatchNorm) and module.track_running_stats:
+            for name in ("running_mean", "running_var"):
+                statistic = getattr(module, name)
+                if isinstance(statistic, Tensor):
+                    found[f"{path}.{name}"] = statistic
+    return found
+
+
 def begin_microbatch(model: nn.Module, index: int) -> None:
     """Say which microbatch of this replica and step the next forward pass is of, whether for the first time or again."""
     for layer in _layers(model):

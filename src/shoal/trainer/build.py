@@ -114,6 +114,7 @@ def build_trainer(
         elastic=recipe.elastic,
         parallel=recipe.parallel,
         pipeline=recipe.pipeline,
+        replicas=recipe.replicas,
         setup=setup,
         run_dir=run_dir,
         resume=resume,

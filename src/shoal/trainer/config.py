@@ -31,6 +31,7 @@ from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.paramserver.config import ParamServerConfig
 from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig
+from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
@@ -100,6 +101,8 @@ class Recipe(Config):
     """Where a pipeline cuts the model, where Shoal would cut it otherwise."""
     paramserver: ParamServerConfig = ParamServerConfig()
     """Parameter servers, beyond what the plan says."""
+    replicas: ReplicaConfig = ReplicaConfig()
+    """How islands agree, beyond what the plan's sync says."""
     planner: PlannerConfig = PlannerConfig()
     """What plans are searched for, where that is not the recipe's module on a known device."""
     elastic: ElasticConfig = ElasticConfig()
@@ -110,7 +113,13 @@ class Recipe(Config):
     @property
     def settings(self) -> Settings:
         """The sections that decide what the model computes."""
-        return Settings(train=self.train, optim=self.optim, parallel=self.parallel, pipeline=self.pipeline)
+        return Settings(
+            train=self.train,
+            optim=self.optim,
+            parallel=self.parallel,
+            pipeline=self.pipeline,
+            replicas=self.replicas,
+        )
 
 
 def load_recipe(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

@@ -49,6 +49,7 @@ from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
+from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
@@ -77,6 +78,7 @@ class Trainer:
         elastic: ProcessConfig | None = None,
         parallel: ParallelConfig | None = None,
         pipeline: PipelineConfig | None = None,
+        replicas: ReplicaConfig | None = None,
         plan: Plan | None = None,
         setup: RunSetup | None = None,
         run_dir: Path | str | None = None,
@@ -102,6 +104,7 @@ class Trainer:
             optim=optim or OptimConfig(),
             parallel=parallel or ParallelConfig(),
             pipeline=pipeline or PipelineConfig(),
+            replicas=replicas or ReplicaConfig(),
         )
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
@@ -134,7 +137,7 @@ class Trainer:
             first_scale = self.engine.precision.first_loss_scale
             self.progress = self._signed(Progress(position=Position(), loss_scale=first_scale))
             # By replica, not by rank: the ranks that share a replica must draw alike.
-            seed_process(train.seed, rank=self.mesh.coordinate(Axis.DATA))
+            seed_process(train.seed, rank=self.mesh.replica)
             self._begin(run_dir, resume=resume)
         except BaseException:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
@@ -162,7 +165,7 @@ class Trainer:
             world=self.world,
             reporter=self.reporter,
             plan=str(self.plan),
-            replica=self.mesh.coordinate(Axis.DATA),
+            replica=self.mesh.replica,
             seed=self.settings.train.seed,
             data=self.same_data.fingerprint,
         )
@@ -181,9 +184,10 @@ class Trainer:
             )
 
     def _resume(self) -> None:
-        restored = self.persistence.restore(self._state_at)
+        restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            self.engine.reduction.publish()
+            if said := self.engine.restored():
+                self.reporter.tell(said)
             # A synchronous pipeline has no history of versions that a later one could go on with.
             self.progress = self._signed(replace(restored.progress, async_signature="", async_start=0))
             pipeline = self.engine.asynchronous
@@ -269,7 +273,7 @@ class Trainer:
                 if wants_rollback(self.progress.recovery, self.settings.train):
                     loader.close()
                     self.progress = self.setbacks.roll_back(self.progress, self._state_at)
-                    self.engine.reduction.publish()
+                    self.engine.restored()
                     self._recall()
                     loader = self._open_loader()
         finally:
@@ -306,8 +310,9 @@ class Trainer:
             self.data.train,
             global_batch=self.settings.train.global_batch,
             micro_batch=self.setup.micro_batch,
-            replica=self.engine.mesh.coordinate(Axis.DATA),
-            num_replicas=self.engine.mesh.degree(Axis.DATA),
+            replica=self.engine.mesh.replica,
+            num_replicas=self.plan.num_shares,
+            num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             position=self.progress.position,
             prefetch=self.prefetch,
@@ -334,6 +339,9 @@ class Trainer:
             self.progress = replace(self.progress, recovery=recovery)
         done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
+        if self.engine.islands is not None:
+            for event in self.engine.islands.take_report():
+                self.reporter.event(event)
         self._after_step(done, result)
         return done
 
@@ -429,7 +437,7 @@ class Trainer:
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
         self.progress = replace(self.progress, callbacks=self.engine.hooks.state())
-        if self.persistence.save(self.engine.state(self.progress.step), self.progress):
+        if self.persistence.save(self.engine.state_to_save(self.progress.step), self.progress):
             for hook in self.engine.hooks:
                 hook.on_save(self.progress.step)
 

@@ -197,7 +197,13 @@ class Persistence:
         good = self.saver.proven.good if self.saver is not None else None
         return self.restore(state_at, step=-1 if good is None else good)
 
-    def restore(self, state_at: Callable[[Progress], RankState], *, step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        state_at: Callable[[Progress], RankState],
+        named: Callable[[RankState, Collection[str]], RankState] = lambda own, _: own,
+        *,
+        step: int | None = None,
+    ) -> Restored | None:
         """Load the newest whole checkpoint; None when there is none to load. Refused ones are named.
 
         The first rank chooses, and all agree on that one's manifest before any of them loads: if each chose, or somebody
@@ -205,6 +211,7 @@ class Persistence:
 
         Args:
             state_at: this rank's state in a run that is so far, to be written to.
+            named: gives that state the names that a checkpoint with such tensors has for it.
             step: load the checkpoint of this step and no other.
 
         Raises:
@@ -225,7 +232,7 @@ class Persistence:
         restored, problem = None, ""
         refusal: type[ShoalError] = RunError
         try:
-            restored = self._load(path, manifest, state_at)
+            restored = self._load(path, manifest, state_at, named)
             if self.saver is not None:
                 self.saver.proven.begin(restored.progress.step, good=good)
         except AgreedError as error:
@@ -257,7 +264,13 @@ class Persistence:
             self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
         return found.path
 
-    def _load(self, path: Path, manifest: str, state_at: Callable[[Progress], RankState]) -> Restored:
+    def _load(
+        self,
+        path: Path,
+        manifest: str,
+        state_at: Callable[[Progress], RankState],
+        named: Callable[[RankState, Collection[str]], RankState],
+    ) -> Restored:
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
@@ -270,6 +283,7 @@ class Persistence:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         state = without_missing(state_at(progress), checkpoint.manifest.tensors)
         refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
+        state = named(state, checkpoint.manifest.tensors)
         load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self.plan

@@ -110,6 +110,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             elastic=recipe.elastic,
             parallel=recipe.parallel,
             pipeline=recipe.pipeline,
+            replicas=recipe.replicas,
             plan=Plan.parse(job["plan"]),
             prefetch=recipe.data.prefetch,
             workers=recipe.data.workers,

@@ -1,0 +1,245 @@
+"""Islands in a step: when their policy acts, how they hear of each other's wish to stop, and what is evaluated and saved of them.
+
+Inside an island everything is as in a run without islands; this file is all that the engine knows of the others. Islands talk to
+each other at rounds, and every ``TOLD_EVERY`` steps for the request to stop: a run stops at a step that all of them come to.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shoal.comm.channel import Channel
+from shoal.core.events import RoundDone
+from shoal.core.placement import Placement, place_whole
+from shoal.core.syncrule import SyncRule
+from shoal.engine.state import RankState
+from shoal.engine.stop import StopRequest
+from shoal.replicas.config import ReplicaConfig
+from shoal.replicas.exchange import mean_over_islands_
+from shoal.replicas.policy import Policy
+
+TOLD_EVERY = 10
+"""Steps after which islands ask each other whether to stop, where rounds are further apart."""
+PREFIX = "islands/"
+"""Of the names of what islands keep in a checkpoint."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Islands:
+    """One rank's part in bringing islands together."""
+
+    rule: SyncRule
+    config: ReplicaConfig
+    policy: Policy
+    channel: Channel
+    """The ranks of equal coordinates, one in each island."""
+    inside: Channel
+    """The ranks of this island."""
+    weights: Mapping[str, Tensor]
+    """What this rank updates, by parameter name: live."""
+    placements: Mapping[str, Placement]
+    buffers: Mapping[str, Tensor]
+    """Running statistics of batch norm by the names that checkpoints have for them: live."""
+    saved_names: Mapping[str, str]
+    """What checkpoints call each parameter."""
+    stop: StopRequest
+    device: torch.device
+    publish: Callable[[], None]
+    """Brings weights to where forward passes read them."""
+    report: list[RoundDone] = field(default_factory=list)
+    """Rounds since somebody asked, oldest first."""
+    _since: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Steps since the last round."""
+    _rounds: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Rounds so far: the number of the next one."""
+    _last_round: float = field(default_factory=time.monotonic)
+
+    def take_report(self) -> list[RoundDone]:
+        """Rounds since this was asked last."""
+        told, self.report = self.report, []
+        return told
+
+    def sums_gradients(self, step: int) -> bool:
+        """True while all islands still sum their gradients at every step (post-local)."""
+        return step < self.rule.start
+
+    def average_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """The mean of the islands' gradients, in place."""
+        mean_over_islands_(gradients, self.channel)
+
+    def before_update(self) -> None:
+        """The optimizer is about to step."""
+        self.policy.before_update()
+
+    def after_update(self, step: int, *, lr: float) -> None:
+        """The optimizer has stepped: hold a round where one is due, and hear whether anybody wants to stop."""
+        if self.sums_gradients(step):
+            if step + 1 == self.rule.start:
+                self.policy.restart()
+            self._tell_stop(step, is_round=False)
+            return
+        self._since += 1
+        is_round = self._is_due(step, lr)
+        started = time.perf_counter()
+        changed = self.policy.after_update(step, lr=lr, is_round=is_round)
+        if is_round:
+            self._since.zero_()
+            self._last_round = time.monotonic()
+        if is_round or (changed and self.rule.kind == "stream"):
+            self.report.append(
+                RoundDone(
+                    step=step + 1,
+                    round=int(self._rounds),
+                    policy=str(self.rule),
+                    islands=self.channel.size,
+                    seconds=time.perf_counter() - started,
+                )
+            )
+            self._rounds += 1
+        self._tell_stop(step, is_round=is_round)
+
+    def end_step(self) -> None:
+        """After a round buffers are the islands' mean, as weights are."""
+        if int(self._since) == 0 and self.policy.is_agreed and self.buffers:
+            mean_over_islands_(list(self.buffers.values()), self.channel)
+
+    def _is_due(self, step: int, lr: float) -> bool:
+        if self.rule.seconds is not None:
+            return self._clock_says_so()
+        if self.config.interval == "qsr" and self.rule.kind == "local":
+            # Gu et al. 2024, arXiv 2310.14423, equation 2: H = max(H0, floor((a / lr)^2)).
+            longest = math.floor((self.config.interval_scale / max(lr, 1e-12)) ** 2)
+            return int(self._since) >= max(self.rule.period, longest)
+        return self.rule.is_round(step)
+
+    def _clock_says_so(self) -> bool:
+        """The first rank of the run looks at its clock, and all obey at this very step."""
+        assert self.rule.seconds is not None
+        is_first = self.channel.rank == 0 and self.inside.rank == 0
+        is_late = is_first and time.monotonic() - self._last_round >= self.rule.seconds
+        told = torch.tensor([float(is_late)], device=self.device)
+        self.inside.all_reduce_max_(told)
+        self.channel.all_reduce_max_(told)
+        return bool(told.item())
+
+    def _tell_stop(self, step: int, *, is_round: bool) -> None:
+        """Whether any island was asked to stop: known to all at the same step."""
+        often = TOLD_EVERY if self.rule.seconds is None else 1
+        if is_round or (step + 1) % min(often, self.rule.period if self.rule.seconds is None else 1) == 0:
+            told = torch.tensor([float(self.stop.is_pending)], device=self.device)
+            self.stop.agree(any_rank=float(self.channel.all_reduce_max_(told)) > 0)
+
+    # --- evaluation
+
+    @contextmanager
+    @torch.no_grad()
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model's weights are those that stand for all islands; afterwards this island's own, bit for bit."""
+        if self.policy.is_agreed:
+            yield
+            return
+        own = {name: weight.clone() for name, weight in self.weights.items()}
+        kept = [buffer.clone() for buffer in self.buffers.values()]
+        self._put(self.policy.consensus())
+        mean_over_islands_(list(self.buffers.values()), self.channel)
+        try:
+            yield
+        finally:
+            self._put(own)
+            for buffer, before in zip(self.buffers.values(), kept, strict=True):
+                buffer.copy_(before)
+
+    def _put(self, other: Mapping[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(other[name])
+        self.publish()
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """How far islands are apart: the root of the mean squared distance of their weights to their mean."""
+        mean = self.policy.consensus() if not self.policy.is_agreed else dict(self.weights)
+        squares = sum(
+            (float((weight.double() - mean[name].double()).square().sum()) for name, weight in self.weights.items()), 0.0
+        )
+        told = torch.tensor([squares], dtype=torch.float64, device=self.device)
+        self.channel.all_reduce_(told)
+        self.inside.all_reduce_(told)
+        return math.sqrt(float(told) / self.channel.size)
+
+    def agreed_weights(self) -> dict[str, Tensor]:
+        """The weights and statistics that stand for all islands, as copies, by the names that checkpoints have for them."""
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        if not self.policy.is_agreed:
+            mean_over_islands_(list(buffers.values()), self.channel)
+        return {**{self.saved_names[name]: one for name, one in self.policy.consensus().items()}, **buffers}
+
+    # --- checkpoints
+
+    def to_save(self, own: RankState) -> RankState:
+        """What a checkpoint keeps: the mean of all islands under the usual names, which any plan can go on from, and beside it what
+        each island needs to go on exactly. All ranks call it together."""
+        tensors, placements = dict(own.tensors), dict(own.placements)
+        mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
+        agreed = self.policy.consensus()
+        by_parameter = {self.saved_names[name]: name for name in self.weights}
+        averaged: list[Tensor] = []
+        for key, tensor in own.tensors.items():
+            section, _, name = key.partition("/")
+            if section == "weights" and name in by_parameter:
+                tensors[key] = agreed[by_parameter[name]]
+                if not self.policy.is_agreed:
+                    tensors[mine + key], placements[mine + key] = tensor, own.placements[key]
+            elif section == "optimizer" or (name in self.buffers and not self.policy.is_agreed):
+                tensors[mine + key], placements[mine + key] = tensor, own.placements[key]
+                if tensor.ndim > 0 and tensor.is_floating_point():
+                    tensors[key] = tensor.clone()
+                    averaged.append(tensors[key])
+        mean_over_islands_(averaged, self.channel)
+        extra, placed = self._policy_tensors()
+        return replace(own, tensors={**tensors, **extra}, placements={**placements, **placed})
+
+    def to_load(self, own: RankState, saved: Collection[str]) -> tuple[RankState, bool]:
+        """The live tensors to be written, by the names that a checkpoint has for them; and whether it is one of this policy.
+
+        A checkpoint of another policy or number of islands, or of none, is taken up by its mean.
+        """
+        known = set(saved)
+        extra, placed = self._policy_tensors()
+        mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
+        if any(key not in known for key in extra):
+            return own, False
+        tensors: dict[str, Tensor] = {**extra}
+        placements: dict[str, Placement] = {**placed}
+        for key, tensor in own.tensors.items():
+            name = mine + key if mine + key in known else key
+            tensors[name], placements[name] = tensor, own.placements[key]
+        return replace(own, tensors=tensors, placements=placements), True
+
+    def went_on(self, *, is_same: bool) -> None:
+        """A checkpoint was loaded: by this policy, or by another, of which only the mean was taken."""
+        if is_same:
+            self.policy.loaded()
+        else:
+            self.policy.restart()
+            self._since.zero_()
+            self._rounds.zero_()
+
+    def _policy_tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
+        state = self.policy.state()
+        prefix = f"{PREFIX}{self.rule.kind}/{self.channel.size}/"
+        tensors: dict[str, Tensor] = {}
+        placements: dict[str, Placement] = {}
+        for where, groups in (("shared", state.shared), (str(self.channel.rank), state.own)):
+            for what, by_name in groups.items():
+                for name, tensor in by_name.items():
+                    key = f"{prefix}{where}/{what}/{self.saved_names[name]}"
+                    tensors[key], placements[key] = tensor, self.placements[name]
+        numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
+        for what, number in {**numbers, "shared/since": self._since, "shared/round": self._rounds}.items():
+            tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)
+        return tensors, placements

@@ -1,0 +1,107 @@
+"""Policies with an agreed copy of the weights: an outer step on the mean change since the last round.
+
+``f`` are the weights that islands agreed on last and ``t_i`` those of island i; a round computes ``D = mean of (f - t_i)``, in the
+order of islands, steps ``f`` by it, and every island goes on from ``f``::
+
+    local     f -= D                                      McMahan et al. 2017, arXiv 1602.05629, algorithm 1
+    diloco    m = u m + D;  f -= o (D + u m)              Douillard et al. 2023, arXiv 2311.08105: Nesterov as torch has it
+    slowmo    m = b m + D / lr;  f -= a lr m              Wang et al. 2020, arXiv 1910.00643, algorithm 1
+
+The change is averaged and not the weights: the two differ in their last bits, and the change is what a codec can compress.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.core.syncrule import SyncRule
+from shoal.replicas.config import ReplicaConfig
+from shoal.replicas.exchange import mean_over_islands_
+from shoal.replicas.policy import Island, PolicyState
+
+OuterStep = Callable[[str, Tensor, Tensor, float], None]
+"""Changes the agreed weights in place: parameter name, agreed weights, mean change, learning rate."""
+
+
+class Averaging:
+    """A round every H steps by one of the outer steps above."""
+
+    def __init__(self, island: Island, rule: SyncRule, config: ReplicaConfig) -> None:
+        self._island, self._rule, self._config = island, rule, config
+        self._agreed = island.copy_weights()
+        self._momentum: dict[str, Tensor] = {}
+        if rule.kind in ("diloco", "slowmo"):
+            self._momentum = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
+        self._step: OuterStep = {"local": _take_mean, "diloco": self._nesterov, "slowmo": self._slow}[rule.kind]
+        self.is_agreed = True
+        """See ``Policy``."""
+
+    def before_update(self) -> None:
+        """See ``Policy``."""
+
+    @torch.no_grad()
+    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
+        """See ``Policy``."""
+        self.is_agreed = is_round
+        if not is_round:
+            return False
+        # The change takes the place of the weights, which a round replaces anyway: no third copy of the model.
+        for name, weight in self._island.weights.items():
+            weight.copy_(self._agreed[name] - weight)
+        mean_over_islands_(list(self._island.weights.values()), self._island.channel)
+        for name, weight in self._island.weights.items():
+            self._step(name, self._agreed[name], weight, lr)
+            weight.copy_(self._agreed[name])
+        return True
+
+    def _nesterov(self, name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
+        momentum, share = self._momentum[name], self._config.outer_momentum
+        momentum.mul_(share)
+        momentum.add_(change)
+        moved = momentum * share
+        moved.add_(change)
+        moved.mul_(self._config.outer_lr)
+        agreed.sub_(moved)
+
+    def _slow(self, name: str, agreed: Tensor, change: Tensor, lr: float) -> None:
+        momentum = self._momentum[name]
+        momentum.mul_(self._config.slow_momentum)
+        momentum.add_(change / lr)
+        agreed.sub_(momentum * (self._config.slow_lr * lr))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """See ``Policy``."""
+        for name, weight in self._island.weights.items():
+            self._agreed[name].copy_(weight)
+        for momentum in self._momentum.values():
+            momentum.zero_()
+        self.is_agreed = True
+
+    def loaded(self) -> None:
+        """See ``Policy``."""
+        self.is_agreed = False
+
+    @torch.no_grad()
+    def consensus(self) -> dict[str, Tensor]:
+        """See ``Policy``. Between rounds that is the mean of the islands' weights."""
+        return mean_weights(self._island, is_agreed=self.is_agreed)
+
+    def state(self) -> PolicyState:
+        """See ``Policy``."""
+        momentum: Mapping[str, Mapping[str, Tensor]] = {"momentum": self._momentum} if self._momentum else {}
+        return PolicyState(shared={"agreed": self._agreed, **momentum}, own={}, own_numbers={})
+
+
+def _take_mean(_name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
+    agreed.sub_(change)
+
+
+@torch.no_grad()
+def mean_weights(island: Island, *, is_agreed: bool) -> dict[str, Tensor]:
+    """The mean of the islands' weights, as copies; where they agree, the weights: a mean of equal numbers may round."""
+    found = island.copy_weights()
+    if not is_agreed:
+        mean_over_islands_(list(found.values()), island.channel)
+    return found

@@ -1,0 +1,28 @@
+"""The ``[replicas]`` section of a recipe: what the plan's ``sync`` leaves open."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.core.config import Config
+
+
+class ReplicaConfig(Config):
+    """How islands agree, beyond what the plan's ``sync`` says."""
+
+    outer_lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
+    """Rate of the outer step of diloco and stream."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step of diloco and stream."""
+    mixing: float = Field(default=0.5, ge=0, lt=1)
+    """Share of its own progress that an island keeps when a fragment of stream is applied; 0 takes the agreed weights."""
+    slow_lr: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Rate of the slow step of slowmo."""
+    slow_momentum: float = Field(default=0.5, ge=0, lt=1)
+    """Momentum of the slow step of slowmo."""
+    pull: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the way to the center that an island of easgd goes at a round; 0.9 over the number of islands when left out."""
+    interval: Literal["fixed", "qsr"] = "fixed"
+    """How the steps between rounds of local change: never, or longer as the learning rate falls (the quadratic rule)."""
+    interval_scale: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    """The quadratic rule's coefficient: rounds are at least (this / learning rate) squared steps apart."""

@@ -1,0 +1,141 @@
+"""Who mixes with whom in a round of gossip: weights of a mean over neighbours, as plain lists. No torch.
+
+``mixing(graph, count, round)[i][j]`` is what island i takes of island j. For gossip every row and every column sums to 1, so the mean
+over islands never moves; for push-sum every column does, which is what a sender alone can see to. A graph that is drawn is drawn by
+the seed and the round, the same in every process.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from shoal.core.errors import RequestError
+from shoal.core.seeding import derive_key
+
+Matrix = list[list[float]]
+
+
+def mixing(graph: str, count: int, round_number: int, *, seed: int, is_directed: bool) -> Matrix:
+    """The weights of one round.
+
+    Args:
+        graph: a name, or a file that ``read_graph`` reads.
+        count: of the islands.
+        round_number: from 0; graphs that change with time are of it.
+        seed: of the run.
+        is_directed: for push-sum, whose rows need not sum to 1.
+    """
+    if graph == "complete":
+        return [[1.0 / count] * count for _ in range(count)]
+    if graph == "ring":
+        return _ring(count)
+    if graph == "exponential":
+        hop = 2 ** (round_number % max(1, math.ceil(math.log2(count))))
+        return _halves([(place + hop) % count for place in range(count)])
+    if graph == "random":
+        return _halves(_draw(count, round_number, seed=seed, is_directed=is_directed))
+    return read_graph(Path(graph), count, is_directed=is_directed)
+
+
+def _ring(count: int) -> Matrix:
+    """Both neighbours and oneself alike; two islands have one neighbour."""
+    found = [[0.0] * count for _ in range(count)]
+    for place in range(count):
+        near = {place, (place + 1) % count, (place - 1) % count}
+        for other in near:
+            found[place][other] = 1.0 / len(near)
+    return found
+
+
+def _halves(receivers: Sequence[int]) -> Matrix:
+    """Every island keeps one half of what it has and gives the other half to its receiver."""
+    count = len(receivers)
+    found = [[0.0] * count for _ in range(count)]
+    for place, receiver in enumerate(receivers):
+        found[place][place] += 0.5
+        found[receiver][place] += 0.5
+    return found
+
+
+def _draw(count: int, round_number: int, *, seed: int, is_directed: bool) -> list[int]:
+    """Whom each island gives to: for push-sum anybody else, for gossip a partner, and nobody where one is left over."""
+    if is_directed:
+        others = [derive_key(seed, "push-sum", round_number, place) % (count - 1) for place in range(count)]
+        return [other + (other >= place) for place, other in enumerate(others)]
+    order = sorted(range(count), key=lambda place: derive_key(seed, "gossip", round_number, place))
+    receivers = list(range(count))
+    for first, second in zip(order[::2], order[1::2], strict=False):
+        receivers[first], receivers[second] = second, first
+    return receivers
+
+
+def read_graph(path: Path, count: int, *, is_directed: bool) -> Matrix:
+    """The graph of a JSON file: ``{"islands": 4, "edges": [[0, 1], [1, 2], ...]}``.
+
+    An edge of gossip goes both ways and is weighted by the larger degree of its ends (Metropolis weights), so that rows and columns
+    sum to 1. An edge of push-sum goes from the first to the second, and an island divides what it has evenly among its receivers and
+    itself.
+
+    Raises:
+        RequestError: the file is not one, is for another number of islands, or leaves some of them out of reach.
+    """
+    try:
+        values = json.loads(path.read_text())
+        edges = [(int(first), int(second)) for first, second in values["edges"]]
+        said = int(values["islands"])
+    except OSError as error:
+        raise RequestError(f"graph {path} cannot be read: {error.strerror}; give the path of a JSON file") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise RequestError(
+            f'graph {path} is not of the form {{"islands": 4, "edges": [[0, 1], [1, 2]]}}: {error or type(error).__name__}'
+        ) from error
+    if said != count:
+        raise RequestError(f"graph {path} is of {said} islands, and the plan has {count}; give a graph of {count}")
+    for edge in edges:
+        if not all(0 <= end < count for end in edge) or edge[0] == edge[1]:
+            raise RequestError(
+                f"graph {path}: edge {list(edge)} is not between two of the islands 0 to {count - 1}; mend or leave out the edge"
+            )
+    arcs = set(edges) if is_directed else {arc for first, second in edges for arc in ((first, second), (second, first))}
+    _refuse_unreached(path, arcs, count)
+    return _push_weights(arcs, count) if is_directed else _metropolis(arcs, count)
+
+
+def _refuse_unreached(path: Path, arcs: set[tuple[int, int]], count: int) -> None:
+    """Refuse a graph in which what an island learns does not come to all others, or theirs not to it."""
+    for reverse in (False, True):
+        reached, found = {0}, [0]
+        while found:
+            here = found.pop()
+            for arc in arcs:
+                start, end = (arc[1], arc[0]) if reverse else arc
+                if start == here and end not in reached:
+                    reached.add(end)
+                    found.append(end)
+        if len(reached) < count:
+            missing = sorted(set(range(count)) - reached)
+            raise RequestError(
+                f"graph {path} is not connected: island(s) {', '.join(map(str, missing))} {'do not reach' if reverse else 'are not reached from'} "
+                f"island 0; add an edge"
+            )
+
+
+def _metropolis(arcs: set[tuple[int, int]], count: int) -> Matrix:
+    degree = [sum(start == place for start, _ in arcs) for place in range(count)]
+    exact = [[Fraction(0)] * count for _ in range(count)]
+    for start, end in arcs:
+        exact[start][end] = Fraction(1, 1 + max(degree[start], degree[end]))
+    for place in range(count):
+        exact[place][place] = 1 - sum(exact[place])
+    return [[float(weight) for weight in row] for row in exact]
+
+
+def _push_weights(arcs: set[tuple[int, int]], count: int) -> Matrix:
+    found = [[0.0] * count for _ in range(count)]
+    for sender in range(count):
+        receivers = [sender, *(end for start, end in arcs if start == sender)]
+        for receiver in receivers:
+            found[receiver][sender] = 1.0 / len(receivers)
+    return found
