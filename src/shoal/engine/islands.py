@@ -1,7 +1,7 @@
 """Islands in a step: when their policy acts, how they hear of each other's wish to stop, and what is evaluated and saved of them.
 
 Inside an island everything is as in a run without islands; this file is all that the engine knows of the others. Islands talk to
-each other at rounds, and every ``TOLD_EVERY`` steps for the request to stop: a run stops at a step that all of them come to.
+each other at rounds, and every few steps for the request to stop: a run stops at a step that all of them come to.
 """
 
 import math
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shoal.comm.channel import Channel
+from shoal.comm.channel import Channel, TorchTransport
+from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.events import RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
@@ -21,10 +22,10 @@ from shoal.engine.state import RankState
 from shoal.engine.stop import StopRequest
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
+from shoal.replicas.graphs import mixing
 from shoal.replicas.policy import Policy
+from shoal.replicas.traffic import Sizes, step_traffic, tells_stop
 
-TOLD_EVERY = 10
-"""Steps after which islands ask each other whether to stop, where rounds are further apart."""
 PREFIX = "islands/"
 """Of the names of what islands keep in a checkpoint."""
 
@@ -47,6 +48,7 @@ class Islands:
     """Running statistics of batch norm by the names that checkpoints have for them: live."""
     saved_names: Mapping[str, str]
     """What checkpoints call each parameter."""
+    seed: int
     stop: StopRequest
     device: torch.device
     publish: Callable[[], None]
@@ -63,6 +65,11 @@ class Islands:
         """Rounds since this was asked last."""
         told, self.report = self.report, []
         return told
+
+    @property
+    def was_round(self) -> bool:
+        """A round was held after the last step."""
+        return int(self._since) == 0
 
     def sums_gradients(self, step: int) -> bool:
         """True while all islands still sum their gradients at every step (post-local)."""
@@ -105,7 +112,7 @@ class Islands:
 
     def end_step(self) -> None:
         """After a round buffers are the islands' mean, as weights are."""
-        if int(self._since) == 0 and self.policy.is_agreed and self.buffers:
+        if self.was_round and self.policy.is_agreed and self.buffers:
             mean_over_islands_(list(self.buffers.values()), self.channel)
 
     def _is_due(self, step: int, lr: float) -> bool:
@@ -129,10 +136,32 @@ class Islands:
 
     def _tell_stop(self, step: int, *, is_round: bool) -> None:
         """Whether any island was asked to stop: known to all at the same step."""
-        often = TOLD_EVERY if self.rule.seconds is None else 1
-        if is_round or (step + 1) % min(often, self.rule.period if self.rule.seconds is None else 1) == 0:
+        if tells_stop(self.rule, step, is_round=is_round):
             told = torch.tensor([float(self.stop.is_pending)], device=self.device)
             self.stop.agree(any_rank=float(self.channel.all_reduce_max_(told)) > 0)
+
+    def forecast_traffic(self, step: int, *, is_round: bool) -> TrafficCounts:
+        """What this rank sends to other islands in step number ``step``; asked after it."""
+        graph = None
+        if self.rule.graph is not None and is_round:
+            graph = mixing(
+                self.rule.graph,
+                self.channel.size,
+                int(self._rounds) - 1,
+                seed=self.seed,
+                is_directed=self.rule.kind == "pushsum",
+            )
+        items = {name: weight.numel() for name, weight in self.weights.items()}
+        size = next((weight.element_size() for weight in self.weights.values()), 4)
+        return step_traffic(
+            self.rule,
+            step,
+            Sizes(elements=items, item_bytes=size, order=sorted(self.saved_names)),
+            is_round=is_round,
+            has_order=not isinstance(self.channel.transport, TorchTransport) or self.channel.size <= 2,
+            place=self.channel.rank,
+            matrix=graph,
+        )
 
     # --- evaluation
 

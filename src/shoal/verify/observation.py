@@ -32,6 +32,7 @@ class TrafficObserver(Hook):
     def __init__(self, trainer: Trainer, plain: nn.Module, loss: Loss, data: Splits) -> None:
         self._trainer = trainer
         self._batch: StepBatch | None = None
+        self._number = 0
         self._is_known = is_known(loss)
         self._record: CrossingRecord | None = None
         if trainer.mesh.has(Axis.TENSOR):
@@ -42,7 +43,7 @@ class TrafficObserver(Hook):
 
     def on_step_start(self, step: int, batch: StepBatch) -> None:
         """Note the step's batch, and forget the last step's attentions."""
-        self._batch = batch
+        self._batch, self._number = batch, step
         if self._trainer.engine.layout.context is not None:
             self._trainer.engine.layout.context.seen.forget()
 
@@ -73,7 +74,17 @@ class TrafficObserver(Hook):
             found[key] = counted[key]
         # What a loss gathers of the global batch is the user's to say, and no plan's.
         gathered = {key: traffic for key, traffic in counted.items() if key[0] == AXIS}
-        return add_traffic(found, self._pipeline(batch, counted), gathered)
+        return add_traffic(found, self._pipeline(batch, counted), gathered, self._islands())
+
+    def _islands(self) -> TrafficCounts:
+        """What goes to other islands; nothing where the run is one."""
+        islands = self._trainer.engine.islands
+        if islands is None:
+            return {}
+        is_round = islands.rule.is_round(self._number)
+        if islands.config.interval == "qsr" and islands.rule.kind == "local":
+            is_round = islands.was_round  # By the rate, of which the rule of the plan says nothing.
+        return islands.forecast_traffic(self._number, is_round=is_round)
 
     def _step_shape(self, batch: StepBatch) -> StepShape:
         trainer = self._trainer

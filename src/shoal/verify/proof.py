@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,8 +39,8 @@ from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
 from shoal.verify.mutants.catalogue import Death
 from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.recording import Recording
-from shoal.verify.request import ProofRequest, Subject
-from shoal.verify.result import PlanResult, compared, crashed, judge_prediction, refused
+from shoal.verify.request import ProofRequest, Subject, steps_to_prove
+from shoal.verify.result import PlanResult, compared, crashed, judge_prediction, refused, worst_of
 from shoal.verify.server_proof import prove_servers
 
 # A rank that imports torch on a busy machine; what a job takes comes on top of it.
@@ -128,7 +128,8 @@ class Prover:
         recipe = subject.recipe.model_copy(update={"train": train})
         derived = resolve_plan(train, plan).plan
         recipe, tree = _tree_of(subject, recipe, derived)
-        case = _case_of(recipe, subject, derived, min(self.steps, subject.total_steps))
+        steps = max(self.steps, steps_to_prove(derived))
+        case = _case_of(recipe, subject, derived, min(steps, subject.total_steps))
         return ProofRequest(
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
         )
@@ -174,9 +175,26 @@ class Prover:
     def _judge(
         self, request: ProofRequest, reference_folder: Path, folder: Path, answers: list[dict[str, Any]]
     ) -> PlanResult:
+        """Compare every island with what one process has for it; where none is wrong, the last one's comparison stands."""
+        plan, each = request.plan, len(answers) // request.plan.islands
+        judged: list[PlanResult] = []
+        for island in range(plan.islands):
+            name = "reference" if plan.islands == 1 else f"reference-{island}"
+            reference = Recording.open(reference_folder, name)
+            ranks = range(island * each, (island + 1) * each)
+            judged.append(self._judge_island(request, reference, folder, answers, ranks))
+        return worst_of(judged)
+
+    def _judge_island(
+        self,
+        request: ProofRequest,
+        reference: Recording,
+        folder: Path,
+        answers: list[dict[str, Any]],
+        numbers: Sequence[int],
+    ) -> PlanResult:
         subject, recipe, plan = request.subject, request.recipe, request.plan
         precision, first = recipe.train.precision, answers[0]
-        reference = Recording.open(reference_folder, "reference")
         narrow = reference.facts.get("narrow", ())
         tolerance = derive_tolerance(
             plan,
@@ -192,9 +210,9 @@ class Prover:
         )
         where = RankGrid(
             degrees={**first["degrees"], "microbatches": first["microbatches"]},
-            coordinates=[answer["coordinates"] for answer in answers],
+            coordinates=[answers[rank]["coordinates"] for rank in numbers],
         )
-        ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in range(len(answers))]
+        ranks = [Recording.open(folder, f"rank-{rank:03d}") for rank in numbers]
         judged = judge_run(
             reference,
             lambda index: assemble_step(ranks, index),
@@ -228,12 +246,15 @@ class Prover:
 
 def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree]:
     """The order of a plan's sums; and the recipe, which for a pipeline names the cut that they follow from."""
-    replicas, microbatches = plan.num_shares, plan.microbatches or 1
+    replicas, microbatches = plan.num_shares // plan.islands, plan.microbatches or 1
+    islands: dict[str, Any] = {}
+    if plan.islands > 1:
+        islands = {"islands": plan.islands, "sync": plan.sync, "settings": recipe.replicas.model_dump(mode="json")}
     if plan.pp == 1:
-        return recipe, Tree(replicas=replicas, microbatches=microbatches)
+        return recipe, Tree(replicas=replicas, microbatches=microbatches, **islands)
     cut = cut_model(subject.model, subject.data, subject.analysis, plan, recipe.settings)
     pipeline = recipe.pipeline.model_copy(update={"stages": cut.places})
-    tree = cut.tree(replicas=replicas, microbatches=microbatches)
+    tree = replace(cut.tree(replicas=replicas, microbatches=microbatches), **islands)
     return recipe.model_copy(update={"pipeline": pipeline}), tree
 
 

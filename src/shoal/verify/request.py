@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan, all_plans
+from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
 from shoal.engine.meancheck import joins_batch
@@ -195,6 +196,21 @@ def build_subject(recipe: Recipe) -> Subject:
     )
 
 
+LONGEST_PROOF = 64
+"""Steps that a proof of islands takes at most."""
+SHORTEST_PROOF = 10
+"""Steps that it takes at least."""
+
+
+def steps_to_prove(plan: Plan) -> int:
+    """Steps that a proof of this plan needs: with islands, two rounds of every part of the model and a step after them."""
+    if plan.islands == 1:
+        return 1
+    rule = SyncRule.parse(plan.sync)
+    last = rule.start + (3 if rule.kind == "stream" else 2) * rule.period + rule.delay
+    return max(SHORTEST_PROOF, last + 1)
+
+
 def check_plan(subject: Subject, plan: Plan) -> None:
     """Refuse a plan that this recipe cannot run.
 
@@ -219,11 +235,32 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
         if found:
             raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
         return
+    if plan.with_islands.islands > 1:
+        _refuse_unprovable_islands(subject, plan.with_islands)
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
     if is_delayed and subject.joins_replicas(plan):
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
+        )
+
+
+def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
+    """Refuse islands whose rounds are not a function of the steps, or too far apart to be seen in a proof."""
+    rule, needed = SyncRule.parse(plan.sync), steps_to_prove(plan)
+    if rule.seconds is not None:
+        raise RequestError(
+            f"plan {str(plan)!r}: rounds by the clock are at other steps in every run; prove sync=local:H, which does the same"
+        )
+    if needed > min(LONGEST_PROOF, subject.total_steps):
+        raise RequestError(
+            f"plan {str(plan)!r}: two rounds take {needed} steps, and a proof has {min(LONGEST_PROOF, subject.total_steps)} at "
+            f"most; prove a shorter period, such as sync={rule.kind}:{4 if rule.kind != 'stream' else '4,2,1'}, or raise train.steps"
+        )
+    if subject.has_batch_norm and subject.recipe.train.batch_norm == "sync":
+        raise RequestError(
+            f"plan {str(plan)!r}: with train.batch_norm sync the replicas of an island run as one, which its proof does not; "
+            "prove it with train.batch_norm=local"
         )
 
 

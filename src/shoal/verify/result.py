@@ -235,6 +235,22 @@ def compared(request: ProofRequest, judged: Judgement, tolerance: Tolerance, **f
     )
 
 
+def worst_of(results: Sequence[PlanResult]) -> PlanResult:
+    """One result for a plan that was compared in parts, island by island: the first that differs, or what holds for all."""
+    differing = [number for number, one in enumerate(results) if not one.ok]
+    kinds = {kind for one in results for kind in one.worst}
+    worst = {kind: max(one.worst.get(kind, 0.0) for one in results) for kind in sorted(kinds)}
+    first = results[differing[0]] if differing else results[-1]
+    where = f"island {differing[0]}: " if differing and len(results) > 1 else ""
+    return replace(
+        first,
+        worst=worst,
+        bitwise=all(one.bitwise for one in results),
+        reason=where + first.reason,
+        noise={name: size for one in results for name, size in one.noise.items()},
+    )
+
+
 def settle(results: Sequence[PlanResult]) -> tuple[PlanResult, ...]:
     """Let float64 decide where a coarser type cannot: an Adam-like rule makes whole steps of roundings, and there it does not.
 

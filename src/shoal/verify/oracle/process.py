@@ -7,6 +7,7 @@ import torch
 
 from shoal.launch.pool import serve
 from shoal.verify.oracle.delayed import run_delayed
+from shoal.verify.oracle.islands import run_islands
 from shoal.verify.oracle.replay import run_replay
 from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.train import run_reference
@@ -18,7 +19,7 @@ def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     if "log" in job:
         return run_replay(case, UpdateLog.from_values(job["log"]), Path(job["folder"]))
     tree = Tree(**job["tree"])
-    run = run_reference if tree.delay is None else run_delayed
+    run = run_islands if tree.islands > 1 else run_reference if tree.delay is None else run_delayed
     return run(case, tree, Path(job["folder"]))
 
 

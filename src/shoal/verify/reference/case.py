@@ -63,6 +63,11 @@ class Tree:
     turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of a weight whose stage has several ranks, by its first name: how many, for each stage that uses it. Of R ranks, number m
     mod R has microbatch m of a step."""
+    islands: int = 1
+    """Groups of ``replicas`` replicas that agree by ``sync``; the rest of the tree is of each."""
+    sync: str = "allreduce"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's ``[replicas]``, where there are islands."""
     delay: str | None = None
     """Name of an asynchronous schedule, whose weights change while microbatches are under way."""
     stages: Sequence[Sequence[str]] = ()

@@ -1,0 +1,100 @@
+"""What a policy moves between islands after one step, from the sizes alone: to the call and to the byte.
+
+The counts are those of one rank's channel to the ranks of equal coordinates in the other islands (``comm/trafficcounter.py`` says what
+a byte of each operation is). ``verify`` compares them with what was counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.core.axes import Axis
+from shoal.core.syncrule import SyncRule
+from shoal.replicas.exchange import BUCKET_ELEMENTS
+from shoal.replicas.graphs import Matrix
+
+TOLD_EVERY = 10
+"""Steps after which islands ask each other whether to stop, where rounds are not held more often."""
+
+_AXIS = Axis.ISLAND.value
+_NUMBER_BYTES = 8
+_FLAG_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What one rank updates."""
+
+    elements: Mapping[str, int]
+    """Of each parameter, or of the rows that are this rank's, by name in the order of names."""
+    item_bytes: int
+    order: Sequence[str]
+    """The names of all trained parameters of the model, by which fragments are cut."""
+
+
+def tells_stop(rule: SyncRule, step: int, *, is_round: bool) -> bool:
+    """True when islands ask each other after this step whether to stop."""
+    often = 1 if rule.seconds is not None else min(TOLD_EVERY, rule.period)
+    return is_round or (step + 1) % often == 0
+
+
+def step_traffic(
+    rule: SyncRule,
+    step: int,
+    sizes: Sizes,
+    *,
+    is_round: bool,
+    has_order: bool,
+    place: int = 0,
+    matrix: Matrix | None = None,
+) -> TrafficCounts:
+    """What one rank sends to other islands in step number ``step``, counted from 0.
+
+    Args:
+        rule: of the plan.
+        step: its number.
+        sizes: of what the rank updates.
+        is_round: a round of the whole model is held.
+        has_order: the channel adds in the order of ranks by itself.
+        place: of the rank's island, for gossip.
+        matrix: the weights of this round's graph, for gossip.
+    """
+    found: TrafficCounts = {}
+    everything = list(sizes.elements.values())
+    if step < rule.start:
+        found = _summed(everything, sizes.item_bytes, has_order=has_order)
+    elif rule.kind == "stream":
+        for fragment in range(rule.fragments):
+            since = step + 1 - fragment * rule.period // rule.fragments
+            if since > 0 and since % rule.period == 0:
+                names = set(sizes.order[fragment :: rule.fragments])
+                part = [count for name, count in sizes.elements.items() if name in names]
+                found = add_traffic(found, _summed(part, sizes.item_bytes, has_order=has_order))
+    elif is_round and matrix is not None:
+        receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
+        sent = receivers * sum(everything) * sizes.item_bytes
+        calls = 2 if rule.kind == "pushsum" else 1
+        numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
+        found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
+    elif is_round:
+        found = _summed(everything, sizes.item_bytes, has_order=has_order)
+    if rule.seconds is not None and step >= rule.start:
+        found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})
+    if tells_stop(rule, step, is_round=is_round and step >= rule.start):
+        found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})
+    return found
+
+
+def _summed(elements: Sequence[int], item_bytes: int, *, has_order: bool) -> TrafficCounts:
+    """Sums over islands, in messages of as many tensors as fit."""
+    calls, size = 0, 0
+    for count in elements:
+        if calls == 0 or size + count > BUCKET_ELEMENTS:
+            calls, size = calls + 1, 0
+        size += count
+    moved = Traffic(calls=calls, num_bytes=sum(elements) * item_bytes)
+    if not calls:
+        return {}
+    if has_order:
+        return {(_AXIS, "all_reduce"): moved}
+    return {(_AXIS, "all_to_all"): moved, (_AXIS, "all_gather"): moved}

@@ -1,0 +1,328 @@
+"""One process that plays all islands of a plan, one after the other, by the rules of the papers. No code of ``replicas/``.
+
+Every island is a model with an optimizer of its own that sees its share of each global batch; between steps the rule is applied to
+all of them at once. The rules and the graphs are written a second time here, as formulas over lists of islands: a bug that both
+sides shared would be equal on both. Each island is recorded by itself, as ``run_reference`` records a run.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.seeding import derive_key
+from shoal.core.syncrule import SyncRule
+from shoal.optim.build import set_rate
+from shoal.optim.rates import rate
+from shoal.verify.reference.case import Case, Tree
+from shoal.verify.reference.model import (
+    Ids,
+    ReferenceModel,
+    assert_alone,
+    build_reference,
+    global_batches,
+    measure_movement,
+    norm_of,
+    refuse_not_finite,
+)
+from shoal.verify.reference.recording import Recorder, model_tensors, saved_buffers
+from shoal.verify.reference.train import narrow_weights, tree_gradients
+
+Weights = dict[str, Tensor]
+
+
+def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
+    """Train ``case.steps`` steps on all islands and record those of island K as ``reference-K``.
+
+    Raises:
+        RequestError: the model draws random numbers of its own, or a loss is not finite even here.
+    """
+    rule = SyncRule.parse(tree.sync)
+    islands = [build_reference(case) for _ in range(tree.islands)]
+    agreement = Agreement(rule, tree.settings, [dict(one.named) for one in islands], seed=case.seed)
+    recorders = [Recorder(folder, f"reference-{number}") for number in range(tree.islands)]
+    initial = {name: parameter.detach().clone() for name, parameter in islands[0].named}
+    for step, ids in enumerate(global_batches(islands[0])):
+        lr = rate(islands[0].optim, step, case.total_steps)
+        found = [
+            tree_gradients(one, step, share, tree, 1.0)
+            for one, share in zip(islands, _shares(ids, tree), strict=True)
+        ]
+        gradients = [own for _, own in found]
+        if step < rule.start:
+            gradients = _mean_gradients(gradients)
+        captured: list[Weights] = []
+        norms: list[float] = []
+        for (loss, _), own in zip(found, gradients, strict=True):
+            norms.append(norm_of(list(own.values())))
+            refuse_not_finite(loss, norms[-1], step)
+            captured.append({f"grad/{name}": grad.clone() for name, grad in own.items()})
+        agreement.before_update()
+        for one, own, norm in zip(islands, gradients, norms, strict=True):
+            set_rate(one.optimizer, lr)
+            _update(one, own, norm)
+        if agreement.after_update(step, lr):
+            _average_statistics(islands)
+        for number, one in enumerate(islands):
+            captured[number] |= model_tensors(one.named, one.optimizer, saved_buffers(one.model))
+            recorders[number].add(
+                loss=found[number][0], norm=norms[number], skipped=False, tensors=captured[number]
+            )
+    for recorder, one in zip(recorders, islands, strict=True):
+        recorder.close(flat=None, movement=measure_movement(one, initial), narrow=narrow_weights(one, tree))
+    assert_alone()
+    return {"flat": None}
+
+
+def _shares(ids: Ids, tree: Tree) -> list[Ids]:
+    """The samples of each island: as many even parts as there are microbatches in all, those of an island side by side."""
+    cuts = np.array_split(ids, tree.islands * tree.replicas * tree.microbatches)
+    each = tree.replicas * tree.microbatches
+    return [np.concatenate(cuts[first : first + each]) for first in range(0, len(cuts), each)]
+
+
+def _mean_gradients(gradients: Sequence[Weights]) -> list[Weights]:
+    mean = {name: _mean([own[name] for own in gradients]) for name in gradients[0]}
+    return [{name: one.clone() for name, one in mean.items()} for _ in gradients]
+
+
+def _update(parts: ReferenceModel, gradients: Mapping[str, Tensor], norm: float) -> None:
+    limit = parts.optim.clip
+    shorten = limit / norm if limit is not None and norm > limit else 1.0
+    for name, parameter in parts.named:
+        gradient = gradients.get(name)
+        parameter.grad = gradient if gradient is None or shorten == 1.0 else gradient * shorten
+    parts.optimizer.step()
+
+
+@torch.no_grad()
+def _average_statistics(islands: Sequence[ReferenceModel]) -> None:
+    """Running means and variances of batch norm are averaged where all weights agree."""
+    named = [
+        {name: buffer for name, buffer in one.model.named_buffers() if name.endswith(("running_mean", "running_var"))}
+        for one in islands
+    ]
+    for name in named[0]:
+        mean = _mean([own[name] for own in named])
+        for own in named:
+            own[name].copy_(mean)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return _sum(values) / len(values)
+
+
+class Agreement:
+    """The rule between islands.
+
+    Args:
+        rule: of the plan.
+        settings: the recipe's ``[replicas]``.
+        islands: the parameters of each island by name, live.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, rule: SyncRule, settings: Mapping[str, Any], islands: Sequence[Mapping[str, Tensor]], *, seed: int
+    ) -> None:
+        self.rule, self.settings, self.seed = rule, settings, seed
+        self.islands = [{name: weight.detach() for name, weight in own.items()} for own in islands]
+        self.names = sorted(self.islands[0])
+        self.agreed = {name: self.islands[0][name].clone() for name in self.names}
+        self.momentum = {name: torch.zeros_like(self.agreed[name]) for name in self.names}
+        self.in_flight: Weights = {}
+        self.numbers = [1.0] * len(islands)
+        """The w of push-sum."""
+        self.rounds = 0
+        self.since = 0
+        rules: dict[str, Callable[[int, float], bool]] = {
+            "local": self._local,
+            "diloco": self._diloco,
+            "slowmo": self._slowmo,
+            "easgd": self._easgd,
+            "stream": self._stream,
+            "gossip": self._gossip,
+            "pushsum": self._gossip,
+        }
+        self._apply = rules[rule.kind]
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Push-sum steps its numerator, and the model is a quotient."""
+        for own, number in zip(self.islands, self.numbers, strict=True):
+            if number != 1.0:
+                for weight in own.values():
+                    weight.copy_(weight * number)
+
+    @torch.no_grad()
+    def after_update(self, step: int, lr: float) -> bool:
+        """The rule after a step; True where all islands hold the same weights then because of it."""
+        if step < self.rule.start:
+            self.agreed = {name: self.islands[0][name].clone() for name in self.names}
+            return False
+        self.since += 1
+        return self._apply(step, lr)
+
+    def _is_round(self, step: int, lr: float) -> bool:
+        if self.rule.kind == "local" and self.settings["interval"] == "qsr":
+            wanted = max(self.rule.period, math.floor((self.settings["interval_scale"] / max(lr, 1e-12)) ** 2))
+            due = self.since >= wanted
+        else:
+            due = (step + 1 - self.rule.start) % self.rule.period == 0
+        if due:
+            self.since = 0
+        return due
+
+    def _change(self, name: str) -> Tensor:
+        """The mean of what islands have changed since they agreed."""
+        return _mean([self.agreed[name] - own[name] for own in self.islands])
+
+    def _take_agreed(self, name: str) -> None:
+        for own in self.islands:
+            own[name].copy_(self.agreed[name])
+
+    def _local(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        for name in self.names:
+            self.agreed[name] = self.agreed[name] - self._change(name)
+            self._take_agreed(name)
+        return True
+
+    def _nesterov(self, name: str, change: Tensor) -> None:
+        # Sutskever et al. 2013 in the form of torch.optim.SGD: m = u m + d, f = f - o (d + u m).
+        share, outer = self.settings["outer_momentum"], self.settings["outer_lr"]
+        self.momentum[name] = share * self.momentum[name] + change
+        self.agreed[name] = self.agreed[name] - outer * (change + share * self.momentum[name])
+
+    def _diloco(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        for name in self.names:
+            self._nesterov(name, self._change(name))
+            self._take_agreed(name)
+        return True
+
+    def _slowmo(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        for name in self.names:
+            self.momentum[name] = self.settings["slow_momentum"] * self.momentum[name] + self._change(name) / lr
+            self.agreed[name] = self.agreed[name] - (self.settings["slow_lr"] * lr) * self.momentum[name]
+            self._take_agreed(name)
+        return True
+
+    def _easgd(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        pull = self.settings["pull"] or 0.9 / len(self.islands)
+        for name in self.names:
+            moved = [pull * (own[name] - self.agreed[name]) for own in self.islands]
+            for own, one in zip(self.islands, moved, strict=True):
+                own[name].copy_(own[name] - one)
+            self.agreed[name] = self.agreed[name] + _sum(moved)
+        return False
+
+    def _stream(self, step: int, lr: float) -> bool:
+        period, count, delay = self.rule.period, self.rule.fragments, self.rule.delay
+        keeps = self.settings["mixing"]
+        agrees = False
+        for fragment in range(count):
+            names = self.names[fragment::count]
+            first = period + fragment * (period // count)
+            if step + 1 >= first and (step + 1 - first) % period == 0:
+                self.in_flight |= {name: self._change(name) for name in names}
+            if step + 1 - delay >= first and (step + 1 - delay - first) % period == 0:
+                for name in names:
+                    self._nesterov(name, self.in_flight.pop(name))
+                    for own in self.islands:
+                        kept = self.agreed[name] + keeps * (own[name] - self.agreed[name])
+                        own[name].copy_(kept if keeps else self.agreed[name])
+                agrees = count == 1 and delay == 0 and not keeps
+        return agrees
+
+    def _gossip(self, step: int, lr: float) -> bool:
+        if self._is_round(step, lr):
+            shares = self._shares_of_round()
+            for name in self.names:
+                before = [own[name].clone() for own in self.islands]
+                for own, row in zip(self.islands, shares, strict=True):
+                    own[name].copy_(_sum([one * share for one, share in zip(before, row, strict=True) if share]))
+            if self.rule.kind == "pushsum":
+                self.numbers = [
+                    sum(share * number for share, number in zip(row, self.numbers, strict=True) if share)
+                    for row in shares
+                ]
+            self.rounds += 1
+        for own, number in zip(self.islands, self.numbers, strict=True):
+            if number != 1.0:
+                for weight in own.values():
+                    weight.copy_(weight * (1.0 / number))
+        return False
+
+    def _shares_of_round(self) -> list[list[float]]:
+        """Row i: what island i takes of each."""
+        count, graph = len(self.islands), self.rule.graph or ""
+        is_directed = self.rule.kind == "pushsum"
+        rows = [[0.0] * count for _ in range(count)]
+        if graph == "complete":
+            return [[1.0 / count] * count for _ in range(count)]
+        if graph == "ring":
+            for place in range(count):
+                near = sorted({(place - 1) % count, place, (place + 1) % count})
+                for other in near:
+                    rows[place][other] = 1.0 / len(near)
+            return rows
+        if graph.endswith(".json"):
+            return self._shares_of_file(json.loads(Path(graph).read_text())["edges"], is_directed=is_directed)
+        for sender, receiver in enumerate(self._receivers(graph, is_directed=is_directed)):
+            rows[sender][sender] += 0.5
+            rows[receiver][sender] += 0.5
+        return rows
+
+    def _receivers(self, graph: str, *, is_directed: bool) -> list[int]:
+        count = len(self.islands)
+        if graph == "exponential":
+            hop = 2 ** (self.rounds % max(1, (count - 1).bit_length()))
+            return [(place + hop) % count for place in range(count)]
+        if is_directed:
+            drawn = [derive_key(self.seed, "push-sum", self.rounds, place) % (count - 1) for place in range(count)]
+            return [other if other < place else other + 1 for place, other in enumerate(drawn)]
+        order = sorted(range(count), key=lambda place: derive_key(self.seed, "gossip", self.rounds, place))
+        partner = {place: place for place in order}
+        for first in range(0, count - 1, 2):
+            partner[order[first]], partner[order[first + 1]] = order[first + 1], order[first]
+        return [partner[place] for place in range(count)]
+
+    def _shares_of_file(self, edges: Sequence[Sequence[int]], *, is_directed: bool) -> list[list[float]]:
+        count = len(self.islands)
+        rows = [[0.0] * count for _ in range(count)]
+        if is_directed:
+            for sender in range(count):
+                receivers = {sender} | {end for start, end in edges if start == sender}
+                for receiver in receivers:
+                    rows[receiver][sender] = 1.0 / len(receivers)
+            return rows
+        # Xiao and Boyd 2004: an edge weighs 1 / (1 + the larger degree of its ends), and the rest of a row is an island's own.
+        near = [{other for edge in edges for other in edge if place in edge and other != place} for place in range(count)]
+        for place in range(count):
+            whole = math.lcm(*(1 + max(len(near[place]), len(near[other])) for other in near[place]))
+            taken = 0
+            for other in near[place]:
+                part = whole // (1 + max(len(near[place]), len(near[other])))
+                rows[place][other] = part / whole
+                taken += part
+            rows[place][place] = (whole - taken) / whole
+        return rows
