@@ -1,8 +1,8 @@
 """The ranks of a run as a grid, one axis per way of dividing the work, and a channel along each.
 
-Ranks are numbered with ``islands`` slowest and ``tp`` fastest (``core/axes.py``), so that the axis with the most traffic lies on the
-nearest neighbours. torch's ``DeviceMesh`` makes the process groups; the channels over them are ours, because they count what they
-move and pick shared memory where they can.
+Ranks are numbered with ``islands`` slowest and ``tp`` fastest (``core/axes.py``), so that the axis with the most traffic lies on
+the nearest neighbours. torch's ``DeviceMesh`` makes the process groups; the channels over them are ours, because they count what
+they move and pick shared memory where they can.
 """
 
 import itertools

@@ -231,7 +231,19 @@ class Plan:
 _TYPES: dict[str, type] = {
     field.name: bool if field.name == "sp" else str if "str" in str(field.type) else int for field in fields(Plan)
 }
-_LOWEST = {"islands": 1, "dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "chunks": 1, "microbatches": 1, "zero": 0, "ps": 0, "backup": 0}
+_LOWEST = {
+    "islands": 1,
+    "dp": 1,
+    "tp": 1,
+    "cp": 1,
+    "pp": 1,
+    "ep": 1,
+    "chunks": 1,
+    "microbatches": 1,
+    "zero": 0,
+    "ps": 0,
+    "backup": 0,
+}
 _CHOICES: dict[str, tuple[object, ...]] = {
     "cp_kind": ("ring", "alltoall"),
     "zero": (0, 1, 2, 3),

@@ -371,8 +371,8 @@ def island_problems(plan: PlanKeys) -> Iterator[str]:
     replicas = plan.islands if plan.islands > 1 else plan.dp
     if plan.ps:
         yield (
-            f"sync={plan.sync} is for replicas that hold all weights, and ps={plan.ps} servers have them here; leave sync out, and "
-            f"say how workers agree by update, or leave ps out"
+            f"sync={plan.sync} is for replicas that hold all weights, and ps={plan.ps} servers have them here; leave sync out, "
+            f"and say how workers agree by update, or leave ps out"
         )
     elif replicas == 1:
         yield f"sync={plan.sync} is between islands, and there is one; set islands or dp to 2 or more, or leave sync out"
@@ -380,8 +380,8 @@ def island_problems(plan: PlanKeys) -> Iterator[str]:
         half = plan.dp // 2 if plan.dp % 2 == 0 else 1
         inside = f"islands=2 dp={half}" if half > 1 else f"islands={plan.dp} dp=2"
         yield (
-            f"zero={plan.zero} shares state along dp, and sync={plan.sync} without islands makes each of the dp={plan.dp} replicas "
-            f"an island of its own; write {inside} to shard inside islands, or leave zero out"
+            f"zero={plan.zero} shares state along dp, and sync={plan.sync} without islands makes each of the dp={plan.dp} "
+            f"replicas an island of its own; write {inside} to shard inside islands, or leave zero out"
         )
     if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
         yield (

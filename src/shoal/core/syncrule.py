@@ -8,9 +8,9 @@ Islands are groups of ranks that sum their gradients at every step; this rule sa
     local:30s          the same, every 30 seconds, at a step that one rank decides
     local:H@S          all-reduce for S steps, then the above                              Lin et al. 2020, "post-local SGD"
     diloco:H           an outer Nesterov step on the mean change of the weights            Douillard et al. 2023, "DiLoCo"
-    stream:H,F,T       DiLoCo on F fragments in turn, applied T steps after they are sent  Douillard et al. 2025, "Streaming DiLoCo"
+    stream:H,F,T       DiLoCo on F fragments in turn, applied T steps after they are sent  Douillard et al. 2025, streaming
     slowmo:H           slow momentum on the mean change of the weights                     Wang et al. 2020, "SlowMo"
-    easgd:H            islands are drawn to a center, and the center to them               Zhang et al. 2015, "Elastic Averaging SGD"
+    easgd:H            islands are drawn to a center, and the center to them               Zhang et al. 2015, "EASGD"
     gossip:GRAPH[,H]   a weighted mean with the neighbours                                 Lian et al. 2017, "D-PSGD"
     pushsum:GRAPH[,H]  the same over directed graphs, with the bias taken out              Assran et al. 2019, "SGP"
 """
@@ -108,7 +108,8 @@ class SyncRule:
         return self.kind != "allreduce"
 
     def is_round(self, step: int) -> bool:
-        """True when a round of the whole model is due after step number ``step``, counted from 0, by the number of steps alone."""
+        """True when a round of the whole model is due after step number ``step``, counted from 0, by the number of steps
+        alone."""
         return self.seconds is None and step >= self.start and (step - self.start + 1) % self.period == 0
 
 
@@ -161,7 +162,9 @@ def _whole(text: str, what: str, given: str, least: int) -> int:
     try:
         value = int(given)
     except ValueError:
-        raise RequestError(f"sync={text}: {what} is a whole number, not {given!r}; write {_FORMS[text.partition(':')[0]]}") from None
+        raise RequestError(
+            f"sync={text}: {what} is a whole number, not {given!r}; write {_FORMS[text.partition(':')[0]]}"
+        ) from None
     if value < least:
         raise RequestError(f"sync={text}: {what} is {value}, below {least}; set it to {least} or more")
     return value

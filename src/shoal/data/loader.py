@@ -74,8 +74,8 @@ class StepBatch:
     position: Position
     """Where the data is after this batch; it goes into the checkpoint."""
     total_weight: float | None
-    """Weight of the part that the mean loss is over (the global batch, or the share of this island), where every sample weighs the
-    same; None where the replicas have to add theirs up."""
+    """Weight of the part that the mean loss is over (the global batch, or the share of this island), where every sample weighs
+    the same; None where the replicas have to add theirs up."""
     local_weight: float
     """Weight of this replica's part."""
     epoch: int = 0

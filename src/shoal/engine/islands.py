@@ -193,7 +193,8 @@ class Islands:
         """How far islands are apart: the root of the mean squared distance of their weights to their mean."""
         mean = self.policy.consensus() if not self.policy.is_agreed else dict(self.weights)
         squares = sum(
-            (float((weight.double() - mean[name].double()).square().sum()) for name, weight in self.weights.items()), 0.0
+            (float((weight.double() - mean[name].double()).square().sum()) for name, weight in self.weights.items()),
+            0.0,
         )
         told = torch.tensor([squares], dtype=torch.float64, device=self.device)
         self.channel.all_reduce_(told)
@@ -210,8 +211,8 @@ class Islands:
     # --- checkpoints
 
     def to_save(self, own: RankState) -> RankState:
-        """What a checkpoint keeps: the mean of all islands under the usual names, which any plan can go on from, and beside it what
-        each island needs to go on exactly. All ranks call it together."""
+        """What a checkpoint keeps: the mean of all islands under the usual names, which any plan can go on from, and beside it
+        what each island needs to go on exactly. All ranks call it together."""
         tensors, placements = dict(own.tensors), dict(own.placements)
         mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
         agreed = self.policy.consensus()
@@ -252,7 +253,7 @@ class Islands:
     def went_on(self, *, is_same: bool) -> None:
         """A checkpoint was loaded: by this policy, or by another, of which only the mean was taken."""
         if is_same:
-            self.policy.loaded()
+            self.policy.loaded(after_round=self.was_round)
         else:
             self.policy.restart()
             self._since.zero_()

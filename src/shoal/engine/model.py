@@ -29,6 +29,7 @@ from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
+from shoal.engine.islands import PREFIX as ISLANDS
 from shoal.engine.islands import Islands
 from shoal.engine.metrics import Metric
 from shoal.engine.objective import Objective
@@ -100,6 +101,8 @@ class ParallelModel:
     """What the user's own step gave beside the loss, over the last global batch; empty without such a step."""
     _is_same_policy: bool = field(default=False, init=False)
     """The checkpoint that is loaded knows this policy and this number of islands."""
+    _is_of_islands: bool = field(default=False, init=False)
+    """It was saved by a run with islands."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
 
@@ -225,7 +228,9 @@ class ParallelModel:
         if self.layout.partial:
             sum_partial_(self.reduction.updated, self.layout.partial, self.mesh.channel(Axis.TENSOR))
         if self.islands is not None and self.islands.sums_gradients(step):
-            self.islands.average_gradients([one.grad for one in self.reduction.updated.values() if one.grad is not None])
+            self.islands.average_gradients(
+                [one.grad for one in self.reduction.updated.values() if one.grad is not None]
+            )
 
     def _refuse_untouched(self) -> None:
         """Refuse a parameter without a gradient: data parallelism would then leave its whole bucket unsummed, and say nothing.
@@ -308,6 +313,7 @@ class ParallelModel:
 
     def state_to_load(self, own: RankState, saved: Collection[str]) -> RankState:
         """The live tensors of ``own`` by the names that a checkpoint has for them."""
+        self._is_of_islands = any(name.startswith(ISLANDS) for name in saved)
         if self.islands is None:
             return own
         found, self._is_same_policy = self.islands.to_load(own, saved)
@@ -321,7 +327,8 @@ class ParallelModel:
         """
         self.reduction.publish()
         if self.islands is None:
-            return None
+            said = "the checkpoint is of islands: the run goes on from the mean of their weights and of their optimizers' state"
+            return said if self._is_of_islands else None
         self.islands.went_on(is_same=self._is_same_policy)
         if self._is_same_policy:
             return None

@@ -355,9 +355,7 @@ def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Se
         weights=weights,
         placements=reduction.placements,
         buffers=batchnorm.running_statistics(parts.objective.model),
-        saved_names={
-            entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained
-        },
+        saved_names={entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained},
         seed=settings.train.seed,
         stop=scalars.stop,
         device=parts.world.device,

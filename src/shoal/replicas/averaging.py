@@ -1,7 +1,7 @@
 """Policies with an agreed copy of the weights: an outer step on the mean change since the last round.
 
-``f`` are the weights that islands agreed on last and ``t_i`` those of island i; a round computes ``D = mean of (f - t_i)``, in the
-order of islands, steps ``f`` by it, and every island goes on from ``f``::
+``f`` are the weights that islands agreed on last and ``t_i`` those of island i; a round computes ``D = mean of (f - t_i)``, in
+the order of islands, steps ``f`` by it, and every island goes on from ``f``::
 
     local     f -= D                                      McMahan et al. 2017, arXiv 1602.05629, algorithm 1
     diloco    m = u m + D;  f -= o (D + u m)              Douillard et al. 2023, arXiv 2311.08105: Nesterov as torch has it
@@ -79,9 +79,9 @@ class Averaging:
             momentum.zero_()
         self.is_agreed = True
 
-    def loaded(self) -> None:
+    def loaded(self, *, after_round: bool) -> None:
         """See ``Policy``."""
-        self.is_agreed = False
+        self.is_agreed = after_round
 
     @torch.no_grad()
     def consensus(self) -> dict[str, Tensor]:

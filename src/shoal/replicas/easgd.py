@@ -1,7 +1,7 @@
 """Elastic averaging: islands are drawn to a center, and the center to them (Zhang et al. 2015, arXiv 1412.6651, equations 5, 6).
 
-At a round ``d_i = a (t_i - c)``, then ``t_i -= d_i`` and ``c += sum of d_i``, all from the values before it. Every island keeps the
-center, which has the same bits everywhere; islands never agree, and the center is what is evaluated and saved.
+At a round ``d_i = a (t_i - c)``, then ``t_i -= d_i`` and ``c += sum of d_i``, all from the values before it. Every island keeps
+the center, which has the same bits everywhere; islands never agree, and the center is what is evaluated and saved.
 """
 
 import torch
@@ -50,7 +50,7 @@ class ElasticAveraging:
         for name, weight in self._island.weights.items():
             self._center[name].copy_(weight)
 
-    def loaded(self) -> None:
+    def loaded(self, *, after_round: bool) -> None:
         """See ``Policy``."""
 
     def consensus(self) -> dict[str, Tensor]:

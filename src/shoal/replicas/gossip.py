@@ -1,9 +1,9 @@
 """Gossip: a mean with the neighbours of a graph, in place of one with everybody.
 
-After the optimizer's step an island replaces its weights by ``sum over j of W[i][j] x_j``, in the order of islands (Lian et al. 2017,
-arXiv 1705.09056; the update comes first and the mean second, which any optimizer allows). ``pushsum`` (Assran et al. 2019, arXiv
-1811.10792, algorithm 1) mixes a numerator and a number w by weights of which only columns sum to 1, and the model is their quotient:
-so graphs may be directed and change with time. The optimizer steps the numerator, by the gradient at the quotient.
+After the optimizer's step an island replaces its weights by ``sum over j of W[i][j] x_j``, in the order of islands (Lian et al.
+2017, arXiv 1705.09056; the update comes first and the mean second, which any optimizer allows). ``pushsum`` (Assran et al. 2019,
+arXiv 1811.10792, algorithm 1) mixes a numerator and a number w by weights of which only columns sum to 1, and the model is their
+quotient: so graphs may be directed and change with time. The optimizer steps the numerator, by the gradient at the quotient.
 
 Islands never agree exactly, but on a complete graph; evaluations and checkpoints are of the mean.
 """
@@ -98,7 +98,7 @@ class Gossip:
         self._weight.fill_(1.0)
         self._rounds.zero_()
 
-    def loaded(self) -> None:
+    def loaded(self, *, after_round: bool) -> None:
         """See ``Policy``."""
 
     def consensus(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Who mixes with whom in a round of gossip: weights of a mean over neighbours, as plain lists. No torch.
 
-``mixing(graph, count, round)[i][j]`` is what island i takes of island j. For gossip every row and every column sums to 1, so the mean
-over islands never moves; for push-sum every column does, which is what a sender alone can see to. A graph that is drawn is drawn by
-the seed and the round, the same in every process.
+``mixing(graph, count, round)[i][j]`` is what island i takes of island j. For gossip every row and every column sums to 1, so the
+mean over islands never moves; for push-sum every column does, which is what a sender alone can see to. A graph that is drawn is
+drawn by the seed and the round, the same in every process.
 """
 
 import json
@@ -74,9 +74,9 @@ def _draw(count: int, round_number: int, *, seed: int, is_directed: bool) -> lis
 def read_graph(path: Path, count: int, *, is_directed: bool) -> Matrix:
     """The graph of a JSON file: ``{"islands": 4, "edges": [[0, 1], [1, 2], ...]}``.
 
-    An edge of gossip goes both ways and is weighted by the larger degree of its ends (Metropolis weights), so that rows and columns
-    sum to 1. An edge of push-sum goes from the first to the second, and an island divides what it has evenly among its receivers and
-    itself.
+    An edge of gossip goes both ways and is weighted by the larger degree of its ends (Metropolis weights), so that rows and
+    columns sum to 1. An edge of push-sum goes from the first to the second, and an island divides what it has evenly among its
+    receivers and itself.
 
     Raises:
         RequestError: the file is not one, is for another number of islands, or leaves some of them out of reach.
@@ -116,9 +116,9 @@ def _refuse_unreached(path: Path, arcs: set[tuple[int, int]], count: int) -> Non
                     found.append(end)
         if len(reached) < count:
             missing = sorted(set(range(count)) - reached)
+            how = "do not reach" if reverse else "are not reached from"
             raise RequestError(
-                f"graph {path} is not connected: island(s) {', '.join(map(str, missing))} {'do not reach' if reverse else 'are not reached from'} "
-                f"island 0; add an edge"
+                f"graph {path} is not connected: island(s) {', '.join(map(str, missing))} {how} island 0; add an edge"
             )
 
 

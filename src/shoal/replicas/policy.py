@@ -1,8 +1,9 @@
 """What every replica policy is to the engine, and the list of them.
 
-A policy works on what this rank updates: whole parameters, or the rows that ZeRO or tensor parallelism gave it. Every rule here is
-elementwise, so islands exchange between ranks of equal coordinates and the plan inside an island changes no bit. Each operation
-rounds once per element: a fused multiply-add would round the last elements of a shard otherwise than those in its middle.
+A policy works on what this rank updates: whole parameters, or the rows that ZeRO or tensor parallelism gave it. Every rule here
+is elementwise, so islands exchange between ranks of equal coordinates and the plan inside an island changes no bit. Each
+operation rounds once per element: a fused multiply-add would round the last elements of a shard otherwise than those in its
+middle.
 """
 
 from collections.abc import Mapping
@@ -74,8 +75,8 @@ class Policy(Protocol):
     def restart(self) -> None:
         """The weights were replaced: by a checkpoint of another policy, or after a phase of plain all-reduce."""
 
-    def loaded(self) -> None:
-        """``state`` was written by a checkpoint of this policy."""
+    def loaded(self, *, after_round: bool) -> None:
+        """``state`` was written by a checkpoint of this policy, which was saved after a round or between two."""
 
     def consensus(self) -> dict[str, Tensor]:
         """The weights that stand for all islands, as copies: what is evaluated and saved."""

@@ -1,9 +1,9 @@
 """Streaming DiLoCo: fragments of the model have rounds of their own, and what is sent is applied some steps later.
 
-Fragment p of F is the parameters number p, p + F, p + 2F, ... (strided, so that each has early and late layers). Its change is summed
-after the steps at which ``(step + 1 - p H / F) mod H`` is 0, and applied T steps later by DiLoCo's outer step; then an island mixes
-``t = f + a (t - f)``, which keeps a share of what it did meanwhile (Douillard et al. 2025, arXiv 2501.18512, equations 2 and 3).
-With one fragment, no delay and a = 0 this is DiLoCo, bit for bit.
+Fragment p of F is the parameters number p, p + F, p + 2F, ... (strided, so that each has early and late layers). Its change is
+summed after the steps at which ``(step + 1 - p H / F) mod H`` is 0, and applied T steps later by DiLoCo's outer step; then an
+island mixes ``t = f + a (t - f)``, which keeps a share of what it did meanwhile (Douillard et al. 2025, arXiv 2501.18512,
+equations 2 and 3). With one fragment, no delay and a = 0 this is DiLoCo, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Streaming:
             if applied > 0 and applied % self._rule.period == 0:
                 self._apply(names)
                 changed = True
-                self.is_agreed = self._rule.fragments == 1 and self._rule.delay == 0 and self._config.mixing == 0
+                self.is_agreed = self._agrees_at_rounds
         return changed
 
     def _send(self, names: Sequence[str]) -> None:
@@ -84,9 +84,13 @@ class Streaming:
             self._in_flight[name].zero_()
         self.is_agreed = True
 
-    def loaded(self) -> None:
+    def loaded(self, *, after_round: bool) -> None:
         """See ``Policy``."""
-        self.is_agreed = False
+        self.is_agreed = after_round and self._agrees_at_rounds
+
+    @property
+    def _agrees_at_rounds(self) -> bool:
+        return self._rule.fragments == 1 and self._rule.delay == 0 and self._config.mixing == 0
 
     def consensus(self) -> dict[str, Tensor]:
         """See ``Policy``: the mean of the islands' weights."""

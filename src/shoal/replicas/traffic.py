@@ -1,7 +1,7 @@
 """What a policy moves between islands after one step, from the sizes alone: to the call and to the byte.
 
-The counts are those of one rank's channel to the ranks of equal coordinates in the other islands (``comm/trafficcounter.py`` says what
-a byte of each operation is). ``verify`` compares them with what was counted.
+The counts are those of one rank's channel to the ranks of equal coordinates in the other islands (``comm/trafficcounter.py``
+says what a byte of each operation is). ``verify`` compares them with what was counted.
 """
 
 from collections.abc import Mapping, Sequence

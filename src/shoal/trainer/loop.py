@@ -18,7 +18,6 @@ from torch import nn
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
-from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan

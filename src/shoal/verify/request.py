@@ -255,7 +255,8 @@ def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
     if needed > min(LONGEST_PROOF, subject.total_steps):
         raise RequestError(
             f"plan {str(plan)!r}: two rounds take {needed} steps, and a proof has {min(LONGEST_PROOF, subject.total_steps)} at "
-            f"most; prove a shorter period, such as sync={rule.kind}:{4 if rule.kind != 'stream' else '4,2,1'}, or raise train.steps"
+            f"most; prove a shorter period, such as sync={rule.kind}:{4 if rule.kind != 'stream' else '4,2,1'}, or raise "
+            "train.steps"
         )
     if subject.has_batch_norm and subject.recipe.train.batch_norm == "sync":
         raise RequestError(

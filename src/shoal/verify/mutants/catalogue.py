@@ -13,8 +13,8 @@ from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
+from shoal.verify.mutants import island_bugs, server_bugs
 from shoal.verify.mutants import planted_bugs as bugs
-from shoal.verify.mutants import server_bugs
 from shoal.verify.mutants.planted_bugs import PlantedBug
 
 _GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
@@ -29,6 +29,8 @@ _TOWERS = {"build": f"{_CONTRASTIVE}:build", "loss": f"{_CONTRASTIVE}:loss"}
 _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "sequence": 16, "vocab": 63}
 
 
+_LONGER = ("train.steps=24",)
+"""Two rounds of islands."""
 PREDICTION = "prediction"
 """What catches a bug that changes no number: the plan costs something that it should not."""
 
@@ -305,6 +307,59 @@ _ALL: Sequence[Mutant] = (
         "ps=1 workers=2 pp=2 microbatches=2 update=bsp",
         "loss",
         server_bugs.keep_part_of_weights,
+    ),
+    Mutant(
+        "changes of islands summed and not averaged",
+        "dp=2 sync=local:3",
+        "weight",
+        island_bugs.sum_changes,
+        overrides=_LONGER,
+    ),
+    Mutant(
+        "last tensor of a round not exchanged",
+        "dp=2 sync=diloco:3",
+        "weight",
+        island_bugs.leave_out_last,
+        overrides=_LONGER,
+        reported="torchft, bucketed all-reduce",
+    ),
+    Mutant(
+        "heavy ball under the name of Nesterov",
+        "dp=2 sync=diloco:3",
+        "weight",
+        island_bugs.push_heavy_ball,
+        overrides=_LONGER,
+    ),
+    Mutant(
+        "outer gradient of the wrong sign",
+        "dp=2 sync=diloco:3",
+        "weight",
+        island_bugs.turn_change_round,
+        overrides=_LONGER,
+        reported="torchft 233",
+    ),
+    Mutant(
+        "agreed weights are the live ones", "dp=2 sync=diloco:3", "weight", island_bugs.keep_alias, overrides=_LONGER
+    ),
+    Mutant(
+        "fragment applied one step late", "dp=2 sync=stream:4,2,1", "weight", island_bugs.apply_late, overrides=_LONGER
+    ),
+    Mutant(
+        "push-sum weight forgotten",
+        "dp=3 sync=pushsum:random",
+        "weight",
+        island_bugs.forget_weight,
+        overrides=(*_LONGER, "train.global_batch=12"),
+    ),
+    Mutant(
+        "stale neighbour list", "dp=4 sync=gossip:exponential", "weight", island_bugs.keep_neighbours, overrides=_LONGER
+    ),
+    Mutant(
+        "an island's loss divided by the samples of all",
+        "dp=2 sync=local:3",
+        "loss",
+        island_bugs.count_all_samples,
+        overrides=_LONGER,
     ),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}

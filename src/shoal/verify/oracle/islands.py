@@ -1,8 +1,8 @@
 """One process that plays all islands of a plan, one after the other, by the rules of the papers. No code of ``replicas/``.
 
-Every island is a model with an optimizer of its own that sees its share of each global batch; between steps the rule is applied to
-all of them at once. The rules and the graphs are written a second time here, as formulas over lists of islands: a bug that both
-sides shared would be equal on both. Each island is recorded by itself, as ``run_reference`` records a run.
+Every island is a model with an optimizer of its own that sees its share of each global batch; between steps the rule is applied
+to all of them at once. The rules and the graphs are written a second time here, as formulas over lists of islands: a bug that
+both sides shared would be equal on both. Each island is recorded by itself, as ``run_reference`` records a run.
 """
 
 import json
@@ -50,8 +50,7 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     for step, ids in enumerate(global_batches(islands[0])):
         lr = rate(islands[0].optim, step, case.total_steps)
         found = [
-            tree_gradients(one, step, share, tree, 1.0)
-            for one, share in zip(islands, _shares(ids, tree), strict=True)
+            tree_gradients(one, step, share, tree, 1.0) for one, share in zip(islands, _shares(ids, tree), strict=True)
         ]
         gradients = [own for _, own in found]
         if step < rule.start:
@@ -70,9 +69,7 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
             _average_statistics(islands)
         for number, one in enumerate(islands):
             captured[number] |= model_tensors(one.named, one.optimizer, saved_buffers(one.model))
-            recorders[number].add(
-                loss=found[number][0], norm=norms[number], skipped=False, tensors=captured[number]
-            )
+            recorders[number].add(loss=found[number][0], norm=norms[number], skipped=False, tensors=captured[number])
     for recorder, one in zip(recorders, islands, strict=True):
         recorder.close(flat=None, movement=measure_movement(one, initial), narrow=narrow_weights(one, tree))
     assert_alone()
@@ -316,7 +313,9 @@ class Agreement:
                     rows[receiver][sender] = 1.0 / len(receivers)
             return rows
         # Xiao and Boyd 2004: an edge weighs 1 / (1 + the larger degree of its ends), and the rest of a row is an island's own.
-        near = [{other for edge in edges for other in edge if place in edge and other != place} for place in range(count)]
+        near = [
+            {other for edge in edges for other in edge if place in edge and other != place} for place in range(count)
+        ]
         for place in range(count):
             whole = math.lcm(*(1 + max(len(near[place]), len(near[other])) for other in near[place]))
             taken = 0

@@ -1,0 +1,80 @@
+"""Runs with islands: a resume between rounds has every bit, a checkpoint moves between policies, a stop comes to all alike."""
+
+import signal
+
+import pytest
+
+from support.processes.command import read_events, read_summary, wait_for_step
+
+SETTINGS = ("--set", "train.steps=11", "--set", "train.global_batch=12", "--set", "checkpoint.every=5")
+PLANS = (
+    "dp=2 sync=diloco:3",
+    "dp=2 sync=stream:4,2,1",
+    "dp=3 sync=pushsum:random",
+    "islands=2 dp=2 zero=3 sync=easgd:4",
+)
+
+
+def cut_back(run, step):
+    """Take away what was saved after a step, as if the run had been killed before it was."""
+    saved = sorted((run / "checkpoints").iterdir())
+    kept = [path for path in saved if path.name <= f"step-{step:08d}"]
+    assert kept and kept != saved
+    for path in saved:
+        if path not in kept:
+            for file in sorted(path.rglob("*"), reverse=True):
+                file.unlink()
+            path.rmdir()
+    (run / "summary.json").unlink()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_that_goes_on_between_two_rounds_ends_in_the_same_weights(shoal, tiny, tmp_path, plan):
+    run = tmp_path / "run"
+    shoal.run("train", tiny, "--plan", plan, "--run-dir", run, *SETTINGS)
+    whole = read_summary(run)["weights_sha256"]
+    cut_back(run, 5)
+    done = shoal.run("train", tiny, "--plan", plan, "--run-dir", run, "--resume", *SETTINGS)
+    assert "going on from step 5" in done.stderr and "mean" not in done.stderr
+    assert read_summary(run)["weights_sha256"] == whole
+
+
+def test_a_checkpoint_moves_between_policies_by_the_mean_and_says_so(shoal, tiny, tmp_path):
+    run = tmp_path / "run"
+
+    def go_on(plan, steps):
+        more = ("--set", f"train.steps={steps}", "--set", "train.global_batch=12")
+        return shoal.run("train", tiny, "--plan", plan, "--run-dir", run, "--resume=auto", *more).stderr
+
+    go_on("dp=2 sync=diloco:3", 4)
+    assert "goes on from the mean of their weights" in go_on("dp=2", 6)
+    assert "not one of 3 islands with sync=gossip" in go_on("dp=3 sync=gossip:ring", 8)
+    assert "not one of 2 islands with sync=gossip" in go_on("dp=2 sync=gossip:ring", 10)
+    assert read_summary(run)["steps"] == 10
+
+
+def test_rounds_are_events_and_all_islands_hold_them_at_the_same_steps(shoal, tiny, tmp_path):
+    run = tmp_path / "run"
+    shoal.run("train", tiny, "--plan", "dp=2 sync=local:3", "--run-dir", run, *SETTINGS)
+    rounds = [[(one["step"], one["round"]) for one in read_events(run, rank, "round")] for rank in range(2)]
+    assert rounds[0] == rounds[1] == [(3, 0), (6, 1), (9, 2)]
+
+
+def test_a_request_to_stop_ends_all_islands_at_one_step(shoal, tiny, tmp_path):
+    run = tmp_path / "run"
+    process = shoal.start(
+        "train", tiny, "--plan", "dp=2 sync=diloco:7", "--run-dir", run, "--set", "train.steps=100000"
+    )
+    wait_for_step(run, 3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and read_summary(run)["status"] == "interrupted"
+    last = [read_events(run, rank, "step")[-1]["step"] for rank in range(2)]
+    assert last[0] == last[1] and last[0] % 7 == 0
+
+
+def test_rounds_by_the_clock_are_held_at_the_same_steps(shoal, tiny, tmp_path):
+    run = tmp_path / "run"
+    shoal.run("train", tiny, "--plan", "dp=2 sync=local:0.05s", "--run-dir", run, "--set", "train.steps=60")
+    rounds = [[one["step"] for one in read_events(run, rank, "round")] for rank in range(2)]
+    assert rounds[0] == rounds[1] and rounds[0]

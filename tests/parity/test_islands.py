@@ -1,0 +1,97 @@
+"""Islands equal one process that plays all of them by the paper's rule, bit for bit, and their traffic is what was predicted."""
+
+import pytest
+
+from shoal.core.plan import Plan
+from shoal.trainer.config import load_recipe
+from shoal.verify.mutants.catalogue import MUTANTS
+from shoal.verify.proof import Prover
+from shoal.verify.request import build_subject, check_plan
+from shoal.verify.session import try_mutant
+from support.processes.command import TINY
+
+SETTINGS = ("train.steps=24", "train.global_batch=12", "optim.clip=0.5", "optim.schedule=cosine")
+TWO = (
+    "dp=2 sync=local:3",
+    "dp=2 sync=local:4@3",
+    "dp=2 sync=diloco:3",
+    "dp=2 sync=slowmo:3",
+    "dp=2 sync=easgd:3",
+    "dp=2 sync=stream:4,2,1",
+    "dp=2 sync=gossip:ring",
+)
+THREE = ("dp=3 sync=diloco:3", "dp=3 sync=pushsum:random", "dp=3 sync=gossip:ring,2")
+FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3", "islands=2 pp=2 sync=stream:4,2,1", "dp=4 sync=gossip:exponential")
+SOAKED = (
+    "dp=2 sync=pushsum:exponential",
+    "dp=3 sync=local:3",
+    "dp=3 sync=stream:6,3,1",
+    "dp=3 sync=easgd:2",
+    "dp=3 sync=gossip:complete",
+    "dp=4 sync=gossip:random",
+    "dp=4 sync=pushsum:random",
+    "islands=2 dp=2 sync=slowmo:4",
+    "islands=2 dp=2 zero=1 sync=local:3",
+    "islands=2 dp=2 zero=2 sync=easgd:3",
+    "islands=2 dp=2 zero=1 sync=gossip:ring",
+    "islands=2 pp=2 schedule=interleaved sync=diloco:4",
+)
+CAUGHT = (
+    "last tensor of a round not exchanged",
+    "heavy ball under the name of Nesterov",
+    "outer gradient of the wrong sign",
+    "fragment applied one step late",
+    "an island's loss divided by the samples of all",
+    "push-sum weight forgotten",
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def prove(prover, recipe, text, *more):
+    subject = build_subject(load_recipe(recipe, [*SETTINGS, *more]))
+    plan = Plan.parse(text)
+    check_plan(subject, plan)
+    found = prover.prove(subject, plan, "float32")
+    assert found.ok and found.bitwise and found.steps >= 10, f"{text}: {found.reason}"
+    assert found.prediction.ok, (text, found.prediction.off)
+
+
+@pytest.mark.parametrize("plans", [TWO, THREE, FOUR, pytest.param(SOAKED, marks=pytest.mark.soak)], ids=len)
+def test_islands_equal_one_process_that_plays_them_all(recipe, plans):
+    with Prover(steps=3) as prover:
+        for plan in plans:
+            prove(prover, recipe, plan)
+
+
+def test_settings_of_policies_are_proved_too(recipe):
+    """Rounds that lengthen as the rate falls; plain descent, averaged at every step; a graph of a file."""
+    lengthening = ("replicas.interval=qsr", "replicas.interval_scale=0.0018")
+    graph = recipe.parent / "line.json"
+    graph.write_text('{"islands": 3, "edges": [[0, 1], [1, 2]]}')
+    with Prover(steps=3) as prover:
+        prove(prover, recipe, "dp=2 sync=local:2", *lengthening)
+        prove(prover, recipe, "dp=2 sync=local:1", "optim.name=sgd")
+        prove(prover, recipe, f"dp=3 sync=gossip:{graph}")
+
+
+def test_planted_bugs_of_policies_are_caught(recipe):
+    with Prover(steps=3) as prover:
+        for name in CAUGHT:
+            found = try_mutant(prover, MUTANTS[name], load_recipe(recipe), {})
+            assert found.caught and found.control_ok, found
+
+
+@pytest.mark.soak
+def test_every_planted_bug_of_policies_is_caught(recipe):
+    names = [name for name, mutant in MUTANTS.items() if "sync=" in mutant.plan]
+    assert len(names) >= 9 and set(CAUGHT) < set(names)
+    with Prover(steps=3) as prover:
+        for name in names:
+            found = try_mutant(prover, MUTANTS[name], load_recipe(recipe), {})
+            assert found.caught and found.control_ok, found

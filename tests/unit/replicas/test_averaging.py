@@ -1,0 +1,68 @@
+"""Outer steps against torch's own optimizer, in one process: a second implementation beside the oracle of ``verify``."""
+
+import pytest
+import torch
+
+from shoal.comm.channel import Channel
+from shoal.comm.trafficcounter import TrafficCounter
+from shoal.core.errors import RequestError
+from shoal.core.syncrule import SyncRule
+from shoal.replicas.build import build_policy
+from shoal.replicas.config import ReplicaConfig
+from shoal.replicas.policy import Island
+
+
+def alone(weights):
+    channel = Channel("islands", rank=0, size=1, transport=None, traffic=TrafficCounter())
+    return Island(channel=channel, weights=weights, seed=1)
+
+
+def run(rule, steps, config=None, dtype=torch.float64):
+    """The weights after so many steps of a walk that is drawn, under a policy of one island."""
+    generator = torch.Generator().manual_seed(7)
+    weights = {name: torch.randn(5, generator=generator, dtype=dtype) for name in "ab"}
+    policy = build_policy(
+        alone(weights), SyncRule.parse(rule), config or ReplicaConfig(mixing=0.0), order=sorted(weights)
+    )
+    for step in range(steps):
+        policy.before_update()
+        for weight in weights.values():
+            weight.sub_(0.1 * torch.randn(5, generator=generator, dtype=dtype))
+        policy.after_update(step, lr=0.1, is_round=SyncRule.parse(rule).is_round(step))
+    return weights
+
+
+def test_the_outer_step_of_diloco_is_torchs_nesterov():
+    generator = torch.Generator().manual_seed(7)
+    start = {name: torch.randn(5, generator=generator, dtype=torch.float64) for name in "ab"}
+    agreed = {name: value.clone().requires_grad_() for name, value in start.items()}
+    outer = torch.optim.SGD(agreed.values(), lr=0.7, momentum=0.9, nesterov=True)
+    live = {name: value.clone() for name, value in start.items()}
+    for step in range(9):
+        for weight in live.values():
+            weight.sub_(0.1 * torch.randn(5, generator=generator, dtype=torch.float64))
+        if step % 3 == 2:
+            for name, weight in live.items():
+                agreed[name].grad = agreed[name].detach() - weight
+            outer.step()
+            live = {name: value.detach().clone() for name, value in agreed.items()}
+    found = run("diloco:3", 9)
+    for name, weight in live.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-13, atol=1e-15)
+
+
+def test_streaming_with_one_fragment_and_no_delay_is_diloco_bit_for_bit():
+    diloco, stream = run("diloco:3", 10, dtype=torch.float32), run("stream:3,1,0", 10, dtype=torch.float32)
+    assert all(torch.equal(diloco[name], stream[name]) for name in diloco)
+
+
+def test_more_fragments_than_parameters_are_refused():
+    with pytest.raises(RequestError, match="4 fragments, and it has 2 trained parameters"):
+        run("stream:8,4,1", 1)
+
+
+def test_slow_momentum_without_momentum_is_the_mean():
+    config = ReplicaConfig(slow_momentum=0.0, slow_lr=1.0)
+    slow, plain = run("slowmo:3", 6, config), run("local:3", 6, config)
+    for name in slow:
+        torch.testing.assert_close(slow[name], plain[name], rtol=1e-13, atol=1e-15)
