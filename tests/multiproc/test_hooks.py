@@ -25,7 +25,7 @@ from shoal.engine.hooks import Hook
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
-from shoal.engine.failures import report_failure
+from shoal.launch.failures import report_failure
 
 class Refusing(Hook):
     def {method}(self, step, *given):

@@ -89,6 +89,24 @@ class Settings:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
 
+    @classmethod
+    def of(
+        cls,
+        train: TrainConfig,
+        optim: OptimConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        pipeline: PipelineConfig | None = None,
+        replicas: ReplicaConfig | None = None,
+    ) -> "Settings":
+        """The settings, with the defaults of every section that is left out."""
+        return cls(
+            train=train,
+            optim=optim or OptimConfig(),
+            parallel=parallel or ParallelConfig(),
+            pipeline=pipeline or PipelineConfig(),
+            replicas=replicas or ReplicaConfig(),
+        )
+
     def describe(self) -> dict[str, Any]:
         """What is set of the length, the batch, the arithmetic and the optimizer, by ``section.key``; for loggers."""
         sections = {"train": self.train, "optim": self.optim}

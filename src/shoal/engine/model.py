@@ -23,6 +23,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
+from shoal.core.events import RoundDone
 from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
@@ -159,6 +160,10 @@ class ParallelModel:
         for hook in self.hooks:
             hook.on_update(step, result)
         return result
+
+    def take_rounds(self) -> list[RoundDone]:
+        """Rounds that islands have held since this was asked last."""
+        return [] if self.islands is None else self.islands.take_report()
 
     def forward_backward(self, batch: StepBatch, *, step: int, loss_scale: float = 1.0) -> float:
         """Leave the gradient of a batch, summed over all ranks, in ``.grad``; returns its loss over all ranks.

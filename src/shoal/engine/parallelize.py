@@ -330,6 +330,11 @@ def _assemble(
     remember(assembled)
     for hook in assembled.hooks:
         hook.on_attach(assembled)
+        if assembled.islands is not None and hook.tensors():
+            raise RequestError(
+                f"plan {str(parts.plan)!r}: the callback {hook.name or type(hook).__name__} keeps tensors of its own beside the "
+                f"weights, which differ from island to island; leave it out, or leave sync out"
+            )
     return assembled
 
 

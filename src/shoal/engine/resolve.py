@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples
+from shoal.replicas.graphs import mixing
 from shoal.schedules.catalogue import fitting_microbatches, schedule_of_plan
 from shoal.schedules.schedule import Schedule
 
@@ -196,6 +198,7 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
         largest = max(unit_samples(train.global_batch, sizes))
         return ResolvedPlan(plan=plan, micro_batch=math.ceil(largest / (plan.microbatches or 1)))
     plan = plan.with_islands
+    check_graph(plan)
     replicas, axis = plan.num_shares, "workers" if plan.ps else "dp" if plan.islands == 1 else "islands x dp"
     if train.global_batch % replicas:
         smaller = train.global_batch - train.global_batch % replicas
@@ -234,6 +237,30 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
     if plan.pp > 1:
         schedule_of(plan)
     return ResolvedPlan(plan=plan, micro_batch=size)
+
+
+def check_graph(plan: Plan) -> None:
+    """Refuse a graph of gossip in a file that cannot be read, or is not for this number of islands.
+
+    Raises:
+        RequestError: says what is wrong with it.
+    """
+    rule = SyncRule.parse(plan.sync)
+    if rule.graph is not None and plan.islands > 1:
+        mixing(rule.graph, plan.islands, 0, seed=0, is_directed=rule.kind == "pushsum")
+
+
+def refuse_islands(plan: Plan, who: str) -> None:
+    """Refuse a plan with islands where nothing knows what they cost.
+
+    Raises:
+        RequestError: says who does not, and what to do.
+    """
+    if plan.islands > 1 or plan.sync != "allreduce":
+        raise RequestError(
+            f"plan {str(plan)!r}: {who} has no price for islands and sync={plan.sync} yet; leave sync out for the plan of one "
+            f"island, or train it"
+        )
 
 
 def _divisor_below(number: int, wanted: int) -> int:

@@ -34,10 +34,16 @@ def read_plan(given: object) -> Plan:
     Raises:
         RequestError: it is none of them, or the text is wrong.
     """
-    if isinstance(given, str):
-        return Plan.parse(given)
-    if given is None or isinstance(given, Plan):
-        return given or Plan()
+    plan = Plan.parse(given) if isinstance(given, str) else given
+    if plan is None:
+        return Plan()
+    if isinstance(plan, Plan):
+        if plan.islands > 1 or plan.sync != "allreduce":
+            raise RequestError(
+                f"plan {str(plan)!r}: islands and sync are carried out by recipes (shoal train), not by a script's own loop yet; "
+                f"leave them out here"
+            )
+        return plan
     raise RequestError(f"plan={given!r} is no plan; give its text, such as 'dp=2 zero=1', or a shoal.Plan")
 
 

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from shoal.comm.parentdeath import end_if_forked
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_SIGINT, EXIT_SIGTERM, EXIT_WRONG_REQUEST, RequestError, RunError
-from shoal.engine.failures import report_failure
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.environments import attach_status
+from shoal.launch.failures import report_failure
 
 # Imported before ranks are forked, so that a script finds it at once.
 from shoal.library import run  # noqa: F401

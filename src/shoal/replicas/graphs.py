@@ -128,7 +128,7 @@ def _metropolis(arcs: set[tuple[int, int]], count: int) -> Matrix:
     for start, end in arcs:
         exact[start][end] = Fraction(1, 1 + max(degree[start], degree[end]))
     for place in range(count):
-        exact[place][place] = 1 - sum(exact[place])
+        exact[place][place] = 1 - sum(exact[place], Fraction(0))
     return [[float(weight) for weight in row] for row in exact]
 
 

@@ -32,9 +32,9 @@ from shoal.core.errors import (
     ShoalError,
 )
 from shoal.core.rundir import withhold
-from shoal.engine.failures import explain_exit, is_peer_failure, report_failure
 from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
+from shoal.launch.failures import explain_exit, is_peer_failure, report_failure
 from shoal.telemetry.display import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary

@@ -98,13 +98,7 @@ class Trainer:
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
-        self.settings = Settings(
-            train=train,
-            optim=optim or OptimConfig(),
-            parallel=parallel or ParallelConfig(),
-            pipeline=pipeline or PipelineConfig(),
-            replicas=replicas or ReplicaConfig(),
-        )
+        self.settings = Settings.of(train, optim, parallel, pipeline, replicas)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
         deadline = (elastic or ProcessConfig()).collective_deadline
@@ -338,9 +332,8 @@ class Trainer:
             self.progress = replace(self.progress, recovery=recovery)
         done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
-        if self.engine.islands is not None:
-            for event in self.engine.islands.take_report():
-                self.reporter.event(event)
+        for event in self.engine.take_rounds():
+            self.reporter.event(event)
         self._after_step(done, result)
         return done
 

@@ -24,11 +24,11 @@ from shoal.comm.world import join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.rundir import RunDir, withhold
-from shoal.engine.failures import report_failure
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.environments import attach_status, read_place
+from shoal.launch.failures import report_failure
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 from shoal.telemetry.summaryfile import write_summary

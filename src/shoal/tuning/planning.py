@@ -15,6 +15,7 @@ from shoal.core.units import divisors
 from shoal.costs.layers import ModelCosts
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
+from shoal.engine.resolve import refuse_islands
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
 from shoal.optim.build import num_state_bytes
@@ -314,6 +315,7 @@ def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estima
     plan = Plan.parse(text)
     if plan.ps:
         raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
+    refuse_islands(plan, "the planner")
     devices = job.cluster.num_devices
     broken = replace(plan, ep=1).problems()
     if broken:

@@ -17,7 +17,7 @@ from shoal.core.units import divisors
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.engine.config import TrainConfig
-from shoal.engine.resolve import choose_plan, resolve_plan
+from shoal.engine.resolve import choose_plan, refuse_islands, resolve_plan
 from shoal.models.check import check_model, facts_of
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.devices import Cluster
@@ -237,6 +237,7 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
         raise RequestError(
             f"plan {str(wanted)!r}: parameter servers (ps={wanted.ps}) are not simulated; give a plan with dp in their place"
         )
+    refuse_islands(wanted, "the simulator")
     num_devices = cluster.num_devices
     if wanted.dp is not None and text is not None:
         if wanted.world_size > num_devices:

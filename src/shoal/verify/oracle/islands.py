@@ -173,6 +173,7 @@ class Agreement:
         return self._apply(step, lr)
 
     def _is_round(self, step: int, lr: float) -> bool:
+        due: bool
         if self.rule.kind == "local" and self.settings["interval"] == "qsr":
             wanted = max(self.rule.period, math.floor((self.settings["interval_scale"] / max(lr, 1e-12)) ** 2))
             due = self.since >= wanted
