@@ -123,9 +123,7 @@ class Run(SavedRun):
         if resume and self.run_dir is None:
             raise RequestError("resume=True goes on from the checkpoints of a run directory; give run_dir=")
         if precision == "float16":
-            raise RequestError(
-                "precision float16 needs a loss scale that leaves out steps, as recipes have; use bfloat16"
-            )
+            raise RequestError("precision float16 needs a loss scale that skips steps, as recipes have; use bfloat16")
         self._train = {
             "seed": seed,
             "precision": precision,

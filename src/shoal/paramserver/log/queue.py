@@ -50,9 +50,14 @@ class WorkQueue:
         self._doing[unit] = {worker: now}
         return unit
 
+    @property
+    def is_idle(self) -> bool:
+        """No work unit is to do, and none is being done."""
+        return not self._todo and not self._doing
+
     def pass_over(self) -> None:
         """The next step is done by others than workers: none of its work units is given to anyone."""
-        assert not self._todo and not self._doing, "work units of an earlier step are still to do"
+        assert self.is_idle, "work units of an earlier step are still to do"
         self._opened += 1
 
     def share(self, worker: str, unit: int, now: float) -> None:

@@ -241,6 +241,11 @@ class UpdateLog:
             self._first_arrival = now
         return Committed(update=number, change=self._settle())
 
+    @property
+    def has_units_under_way(self) -> bool:
+        """Steps are made of work units here, or some are still to do: no program on the shards can make the next step."""
+        return self.rule.kind != "lbfgs" or not self._units.is_idle
+
     def advance(self, made: PushRecord, memory: str) -> Change:
         """A step was made by programs on the shards (L-BFGS): an update without pushes, and what its maker remembers.
 

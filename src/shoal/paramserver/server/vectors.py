@@ -270,6 +270,10 @@ class VectorServer:
             update_log = log_leader.command_log.update_log
             await request.answer(Recalled(memory=update_log.memory, closed=update_log.closed, steps=update_log.steps))
             return
+        if log_leader.command_log.update_log.has_units_under_way:
+            # Of a rule whose steps workers make, or of a step that is not over: nobody who belongs here asks for it.
+            await request.refuse("turn", f"step {body.number} has work units that workers do")
+            return
         made = PushRecord(
             worker="",
             number=body.number,
