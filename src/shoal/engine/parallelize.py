@@ -321,6 +321,7 @@ def _assemble(
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
         publishes_by_itself=is_given,
+        needs_exact_norm=settings.optim.adapt == "adascale",
     )
     remember(assembled)
     for hook in assembled.hooks:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import World
-from shoal.core.events import Evaluated, Event, MemoryMeasured, RunStarted, StepDone, Warned
+from shoal.core.events import Evaluated, Event, MemoryMeasured, RateAdapted, RunStarted, StepDone, Warned
 from shoal.core.rundir import RunDir
 from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
@@ -54,6 +54,7 @@ class Reporter:
         self.run_dir = run_dir
         self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
+        self.noise_scale: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
         self._published = 0.0
 
@@ -127,6 +128,7 @@ class Reporter:
                 if self.total_steps
                 else None,
                 "validation_loss": self.validation_loss,
+                **({} if self.noise_scale is None else {"noise_scale": self.noise_scale}),
             }
         )
 
@@ -135,6 +137,11 @@ class Reporter:
         self.event(event)
         if event.split == "validation":
             self.validation_loss = event.loss
+
+    def adapted(self, event: RateAdapted) -> None:
+        """Record what the learning rate follows; the display shows the newest gradient noise scale."""
+        self.event(event)
+        self.noise_scale = event.noise_scale
 
     def tell(self, message: str) -> None:
         """Tell the user something, once for all ranks."""

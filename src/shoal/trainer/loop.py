@@ -28,6 +28,7 @@ from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.callbacks.adapt import Adapt
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -44,6 +45,7 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
 from shoal.launch.processor import avoid_hidden_tiles
+from shoal.optim.adapt import describe_scale, scaled
 from shoal.optim.config import OptimConfig
 from shoal.optim.rates import after_evaluation, rate
 from shoal.parallel.analysis.structure import ParallelConfig
@@ -93,13 +95,13 @@ class Trainer:
         log: LogConfig | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        hooks, loss = check_hooks(hooks), settle_loss(loss, model, data)
+        hooks, loss, optim = check_hooks(hooks), settle_loss(loss, model, data), optim or OptimConfig()
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
         self.settings = Settings(
             train=train,
-            optim=optim or OptimConfig(),
+            optim=scaled(optim, train.global_batch),
             parallel=parallel or ParallelConfig(),
             pipeline=pipeline or PipelineConfig(),
         )
@@ -127,7 +129,11 @@ class Trainer:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            hooks = [*hooks, *early_stopping(train.early_stop, self.eval_config.every)]
+            if line := describe_scale(optim, train.global_batch):
+                self.reporter.tell(line)
+            every = self.eval_config.every
+            self.adapt = None if optim.adapt == "none" else Adapt(optim, train, evaluate_every=every)
+            hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
             self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
@@ -323,10 +329,15 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
-        lr = rate(self.settings.optim, step, self.total_steps) * self.progress.plateau.factor
-        lr *= rate_factor(recovery, self.settings.train)
+        shown = self.adapt.schedule_step(step) if self.adapt is not None else step
+        base = rate(self.settings.optim, shown, self.total_steps) * self.progress.plateau.factor
+        base *= rate_factor(recovery, self.settings.train)
+        asked = [base]
         limit = loss_limit(recovery, self.settings.train)
-        result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
+        result = self.engine.train_step(
+            batch, step=step, lr=lambda: self._adapted(asked), loss_scale=scale, loss_limit=limit
+        )
+        lr = asked[-1]
         if not self._looked_for_draws:
             self._look_for_draws(loader)
         if result.is_taken or self.setbacks.handle(batch, result, self.progress):
@@ -336,6 +347,11 @@ class Trainer:
         self.reporter.step(done)
         self._after_step(done, result)
         return done
+
+    def _adapted(self, asked: list[float]) -> float:
+        """The rate of a step whose gradient is known; the list remembers it."""
+        asked.append(asked[0] if self.adapt is None else asked[0] * self.adapt.factor)
+        return asked[-1]
 
     def _train_window(self, loader: Loader, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
@@ -350,7 +366,7 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         updates = updates_per_step(self.plan)
-        factor = self.progress.plateau.factor
+        factor = self.progress.plateau.factor * (1.0 if self.adapt is None else self.adapt.factor)
         rates = [
             rate(self.settings.optim, tick, self.total_steps * updates) * factor
             for tick in pipeline.window_ticks(step, len(batches))
@@ -407,6 +423,10 @@ class Trainer:
     def _after_step(self, done: StepDone, result: StepResult) -> None:
         """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
         step = done.step
+        if self.adapt is not None:
+            self.reporter.adapted(self.adapt.event(step))
+            if self.adapt.is_over(self.total_steps):
+                self.engine.requests.stop("adascale")
         if result.is_taken:
             self.persistence.take(
                 step + 1 - (self.engine.asynchronous.lag if self.engine.asynchronous is not None else 1)
