@@ -72,7 +72,7 @@ def _adascale_problems(optim: OptimConfig, train: TrainConfig) -> list[str]:
         )
     if train.steps is None:
         found.append(
-            "optim.adapt adascale counts its length in steps of optim.scale_base samples, not in epochs or tokens; set train.steps "
-            "to the steps that the base batch would take"
+            "optim.adapt adascale counts its length in steps of optim.scale_base samples, not in epochs or tokens; set "
+            "train.steps to the steps that the base batch would take"
         )
     return found

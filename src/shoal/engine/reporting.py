@@ -143,15 +143,16 @@ class Reporter:
         self.event(event)
         self.noise_scale = event.noise_scale
 
-    def tell(self, message: str) -> None:
-        """Tell the user something, once for all ranks."""
-        if self.world.is_first:
+    def tell(self, *messages: str) -> None:
+        """Tell the user something, once for all ranks; a line for each."""
+        for message in messages if self.world.is_first else ():
             print(message, file=sys.stderr, flush=True)
 
-    def warn(self, message: str) -> None:
+    def warn(self, *messages: str) -> None:
         """Tell the user something that the run survives: once on the terminal, and in the events of every rank."""
-        self.event(Warned(message=message))
-        self.tell(f"warning: {message}")
+        for message in messages:
+            self.event(Warned(message=message))
+            self.tell(f"warning: {message}")
 
     def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
         """Measure where this rank's memory is, and record it."""

@@ -24,8 +24,8 @@ _LEAST_VARIANCE = 1e-6
 def scaled(config: OptimConfig, global_batch: int) -> OptimConfig:
     """The section with the rates that ``optim.scale`` makes of them for this batch, and nothing left to scale.
 
-    Linear: Goyal et al. 2017, section 2.1, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. Rates of groups
-    are scaled too.
+    Linear: Goyal et al. 2017, section 2.1, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. Rates
+    of groups are scaled too.
     """
     factor = scale_factor(config, global_batch)
     if factor == 1.0:
@@ -168,8 +168,8 @@ class BoldState:
 def after_evaluation(state: BoldState, loss: float, config: OptimConfig) -> BoldState:
     """The bold driver after one more evaluation (Vogl et al. 1988; Battiti 1989).
 
-    A loss below the best by the threshold raises the rate, one above the last by the threshold lowers it, others change nothing. A
-    loss that is not finite has risen.
+    A loss below the best by the threshold raises the rate, one above the last by the threshold lowers it, others change nothing.
+    A loss that is not finite has risen.
     """
     threshold, factor = config.adapt_threshold, state.factor
     if not math.isfinite(loss):
@@ -193,7 +193,7 @@ class HyperState:
 
 
 def after_cosine(state: HyperState, cosine: float, config: OptimConfig) -> HyperState:
-    """The rate's factor at a step whose gradient has this cosine with the last update (Baydin et al. 2018, the multiplicative rule).
+    """The rate's factor at a step whose gradient has this cosine with the last update (Baydin et al. 2018, multiplicative).
 
     The update is what was subtracted from the weights: a gradient along it says that the step could have been longer.
     """
@@ -213,7 +213,9 @@ AdaptState = NoiseState | BoldState | HyperState
 
 def begin(config: OptimConfig) -> AdaptState:
     """The state of the rule before the first step."""
-    return {"bold": BoldState, "hyper": HyperState}.get(config.adapt, NoiseState)()
+    if config.adapt == "bold":
+        return BoldState()
+    return HyperState() if config.adapt == "hyper" else NoiseState()
 
 
 def as_values(state: AdaptState) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class OptimConfig(Config):
     trust: Finite = Field(default=0.001, gt=0)
     """Trust coefficient of lars: how far a layer may move, as a fraction of its norm."""
     scale: Literal["none", "linear", "sqrt"] = "none"
-    """How the rate follows the batch: times global_batch / scale_base (linear, for sgd), or its root (sqrt, for adam); or none."""
+    """How the rate follows the batch: times global_batch / scale_base (linear, for sgd), or its root (sqrt, for adam)."""
     scale_base: int | None = Field(default=None, ge=1)
     """The global batch, in samples, that ``lr`` was tuned for; for scale and adascale."""
     adapt: AdaptName = "none"
@@ -156,8 +156,8 @@ class OptimConfig(Config):
     def _scale_has_a_base(self) -> "OptimConfig":
         if self.scale != "none" and self.scale_base is None:
             raise ValueError(
-                f"scale {self.scale} multiplies lr {self.lr:g} by the batch over the one that it was tuned for, which is not given; "
-                "set scale_base to that batch, such as 32"
+                f"scale {self.scale} multiplies lr {self.lr:g} by the batch over the one that it was tuned for, which is not "
+                "given; set scale_base to that batch, such as 32"
             )
         if self.adapt == "adascale" and self.scale_base is None:
             raise ValueError(

@@ -28,7 +28,6 @@ from shoal.data.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
-from shoal.engine.callbacks.adapt import Adapt
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -45,9 +44,9 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
 from shoal.launch.processor import avoid_hidden_tiles
-from shoal.optim.adapt import describe_scale, scaled
+from shoal.optim.adapt import scaled
 from shoal.optim.config import OptimConfig
-from shoal.optim.rates import after_evaluation, rate
+from shoal.optim.rates import after_evaluation
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
@@ -57,9 +56,10 @@ from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
-from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
+from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
+from shoal.trainer.steprate import StepRate, build_adapt, window_rates
 
 
 class Trainer:
@@ -129,10 +129,8 @@ class Trainer:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            if line := describe_scale(optim, train.global_batch):
-                self.reporter.tell(line)
             every = self.eval_config.every
-            self.adapt = None if optim.adapt == "none" else Adapt(optim, train, evaluate_every=every)
+            self.adapt = build_adapt(optim, train, every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
             self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
@@ -211,8 +209,7 @@ class Trainer:
     def _heed(self) -> None:
         """Do what hooks asked for besides saving and stopping."""
         self.persistence.keep(self.engine.requests.kept)
-        for message in self.engine.requests.take_messages():
-            self.reporter.tell(message)
+        self.reporter.tell(*self.engine.requests.take_messages())
 
     def _signed(self, progress: Progress) -> Progress:
         """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
@@ -303,8 +300,7 @@ class Trainer:
 
     def _announce(self) -> None:
         self.reporter.started(str(self.plan), step=self.progress.step)
-        for line in self.engine.describe() if asks_the_model(self.plan) else ():
-            self.reporter.tell(line)
+        self.reporter.tell(*(self.engine.describe() if asks_the_model(self.plan) else ()))
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
     def _open_loader(self) -> Loader:
@@ -321,42 +317,31 @@ class Trainer:
         )
 
     def _train_one(self, loader: Loader) -> StepDone:
-        started = time.perf_counter()
-        step = self.progress.step
+        started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         batch = loader.next()
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
-        shown = self.adapt.schedule_step(step) if self.adapt is not None else step
-        base = rate(self.settings.optim, shown, self.total_steps) * self.progress.plateau.factor
-        base *= rate_factor(recovery, self.settings.train)
-        asked = [base]
-        limit = loss_limit(recovery, self.settings.train)
-        result = self.engine.train_step(
-            batch, step=step, lr=lambda: self._adapted(asked), loss_scale=scale, loss_limit=limit
+        limit, lr = (
+            loss_limit(recovery, self.settings.train),
+            StepRate(self.settings, self.progress, self.total_steps, self.adapt),
         )
-        lr = asked[-1]
+        result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
         if result.is_taken or self.setbacks.handle(batch, result, self.progress):
             recovery = after_step(recovery, result.loss, self.settings.train, is_taken=result.is_taken)
             self.progress = replace(self.progress, recovery=recovery)
-        done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
+        done = self._advance(batch, result, lr.value, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         self._after_step(done, result)
         return done
 
-    def _adapted(self, asked: list[float]) -> float:
-        """The rate of a step whose gradient is known; the list remembers it."""
-        asked.append(asked[0] if self.adapt is None else asked[0] * self.adapt.factor)
-        return asked[-1]
-
     def _train_window(self, loader: Loader, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
-        started = time.perf_counter()
-        step = self.progress.step
+        started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
         periods.append(int(self.engine.hooks.need_every_step))
@@ -366,11 +351,8 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         updates = updates_per_step(self.plan)
-        factor = self.progress.plateau.factor * (1.0 if self.adapt is None else self.adapt.factor)
-        rates = [
-            rate(self.settings.optim, tick, self.total_steps * updates) * factor
-            for tick in pipeline.window_ticks(step, len(batches))
-        ]
+        ticks = pipeline.window_ticks(step, len(batches))
+        rates = window_rates(self.settings, self.progress, ticks, self.total_steps * updates, self.adapt)
         results = pipeline.train_steps(batches, step=step, rates=rates)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
@@ -389,8 +371,7 @@ class Trainer:
     def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
-        for message in describe_draws(self.engine.passes.dropout, loader):
-            self.reporter.warn(message)
+        self.reporter.warn(*describe_draws(self.engine.passes.dropout, loader))
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
@@ -425,8 +406,6 @@ class Trainer:
         step = done.step
         if self.adapt is not None:
             self.reporter.adapted(self.adapt.event(step))
-            if self.adapt.is_over(self.total_steps):
-                self.engine.requests.stop("adascale")
         if result.is_taken:
             self.persistence.take(
                 step + 1 - (self.engine.asynchronous.lag if self.engine.asynchronous is not None else 1)

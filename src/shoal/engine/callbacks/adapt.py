@@ -24,7 +24,7 @@ from shoal.data.loader import StepBatch
 from shoal.engine.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig
 from shoal.engine.evaluate import Evaluation
-from shoal.engine.hooks import Hook, HookedModel, StepResult
+from shoal.engine.hooks import Hook, HookedModel, LoopRequests, StepResult
 from shoal.optim.adapt import (
     BoldState,
     HyperState,
@@ -61,6 +61,7 @@ class Adapt(Hook):
         self._base = optim.scale_base or train.global_batch
         self._scale = train.global_batch / self._base
         self._found = self._before = begin(optim)
+        self._requests: LoopRequests | None = None
         self._meter: _ShareMeter | None = None
         self._updates: _LastUpdate | None = None
 
@@ -87,10 +88,11 @@ class Adapt(Hook):
             return math.floor(self._found.progress)
         return step
 
-    def is_over(self, total_steps: int) -> bool:
-        """True when AdaScale has done the work of so many steps of the base batch."""
+    def _stop_if_over(self) -> None:
+        """End the run when AdaScale has done the work of ``train.steps`` steps of the base batch."""
         is_adascale = isinstance(self._found, NoiseState) and self._config.adapt == "adascale"
-        return is_adascale and self.schedule_step(0) >= total_steps
+        if is_adascale and self._requests is not None and self.schedule_step(0) >= (self._train.steps or math.inf):
+            self._requests.stop("adascale")
 
     def event(self, step: int) -> RateAdapted:
         """What there is to tell after so many steps."""
@@ -112,6 +114,7 @@ class Adapt(Hook):
         problems = adapt_problems(self._config, self._train, model.plan, evaluate_every=self._evaluate_every)
         if problems:
             raise RequestError("\n".join(f"plan {str(model.plan)!r}: {problem}" for problem in problems))
+        self._requests = model.requests
         if isinstance(self._found, NoiseState):
             self._meter = _ShareMeter(model)
         elif isinstance(self._found, HyperState):
@@ -158,6 +161,7 @@ class Adapt(Hook):
             smoothing = self._config.adapt_smoothing**self._config.adapt_every
             found = after_shares(found, shares, scale=self._scale, smoothing=smoothing)
         self._found = replace(found, progress=progress)
+        self._stop_if_over()
 
     def on_evaluation(self, step: int, found: Evaluation) -> None:
         """See ``Hook``."""
@@ -181,6 +185,7 @@ class Adapt(Hook):
                 self._updates.forget()
             return
         self._found = from_values(self._config, values)
+        self._stop_if_over()
 
 
 class _ShareMeter:
