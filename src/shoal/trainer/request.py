@@ -19,8 +19,8 @@ from shoal.core.rundir import RunDir
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
-from shoal.engine.adapt_rules import adapt_problems
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
+from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,

@@ -21,7 +21,7 @@ from shoal.core.errors import RequestError
 from shoal.core.events import RateAdapted
 from shoal.core.placement import Placement
 from shoal.data.loader import StepBatch
-from shoal.engine.adapt_rules import adapt_problems
+from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, HookedModel, LoopRequests, StepResult
