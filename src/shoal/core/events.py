@@ -205,6 +205,21 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RateAdapted(Event):
+    """What ``optim.adapt`` has measured, and what it makes of the learning rate."""
+
+    kind: ClassVar[str] = "adapted"
+    step: int
+    rule: str
+    rate_factor: float
+    """What the rate of the next step is multiplied by."""
+    noise_scale: float | None = None
+    """The gradient noise scale, in samples; None where it is not measured, or not known yet."""
+    progress: float | None = None
+    """Under adascale: steps of the base batch that the steps so far are worth."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know and the run survives."""
 

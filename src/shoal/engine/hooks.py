@@ -32,7 +32,9 @@ from shoal.data.loader import StepBatch
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.state import Outline, RankState
 from shoal.engine.stop import StopRequest
+from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction
+from shoal.parallel.gradnorm import WholeNorms
 from shoal.schedules.schedule import Action
 
 CALLBACKS = "callbacks/"
@@ -108,6 +110,14 @@ class HookedModel(Protocol):
     @property
     def mesh(self) -> Mesh:
         """Where this rank stands among the others."""
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Which parameters tensor parallelism has cut, and whose gradients are partial."""
+
+    @property
+    def norms(self) -> WholeNorms | None:
+        """How the parts of tensors make whole norms; None where every rank holds them whole."""
 
     @property
     def outline(self) -> Outline:

@@ -10,7 +10,7 @@ Nothing here logs, saves or waits.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -98,6 +98,8 @@ class ParallelModel:
     """Brings this island together with the others; None where the run is one island."""
     publishes_by_itself: bool = False
     """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
+    needs_exact_norm: bool = False
+    """The rate follows the norm of the gradient, whose bits must then not depend on the plan."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     """What the user's own step gave beside the loss, over the last global batch; empty without such a step."""
     _is_same_policy: bool = field(default=False, init=False)
@@ -142,9 +144,18 @@ class ParallelModel:
     # --- one step
 
     def train_step(
-        self, batch: StepBatch, *, step: int, lr: float | None, loss_scale: LossScale, loss_limit: float = math.inf
+        self,
+        batch: StepBatch,
+        *,
+        step: int,
+        lr: float | Callable[[], float] | None,
+        loss_scale: LossScale,
+        loss_limit: float = math.inf,
     ) -> StepResult:
-        """Take step number ``step`` (counted from 0) on ``batch``, unless its loss is above ``loss_limit`` or not finite."""
+        """Take step number ``step`` (counted from 0) on ``batch``, unless its loss is above ``loss_limit`` or not finite.
+
+        A rate that depends on the step's gradient is a function, which is asked when that is known.
+        """
         loss = self.forward_backward(batch, step=step, loss_scale=loss_scale.scale)
         self.passes.enter("gradient norm", step)
         norm = self.clip()
@@ -152,7 +163,7 @@ class ParallelModel:
         is_taken = is_finite and loss <= loss_limit
         if is_taken:
             self.passes.enter("optimizer", step)
-            self.step(lr=lr, number=step)
+            self.step(lr=lr() if callable(lr) else lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -194,7 +205,8 @@ class ParallelModel:
         """The norm of the whole gradient, which is then clipped to ``max_norm``; one that is not finite is left as it is."""
         updated = self.reduction.updated
         gradients = {name: parameter.grad for name, parameter in updated.items() if parameter.grad is not None}
-        norm = global_norm(gradients.items(), exact=self.max_norm is not None, norms=self.norms) / self._loss_scale
+        exact = self.max_norm is not None or self.needs_exact_norm
+        norm = global_norm(gradients.items(), exact=exact, norms=self.norms) / self._loss_scale
         if math.isfinite(norm):
             clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)
         return norm

@@ -326,6 +326,7 @@ def _assemble(
         asynchronous=asynchronous,
         islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
+        needs_exact_norm=settings.optim.adapt == "adascale",
     )
     remember(assembled)
     for hook in assembled.hooks:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import World
-from shoal.core.events import Evaluated, Event, MemoryMeasured, RunStarted, StepDone, Warned
+from shoal.core.events import Evaluated, Event, MemoryMeasured, RateAdapted, RunStarted, StepDone, Warned
 from shoal.core.rundir import RunDir
 from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
@@ -54,6 +54,7 @@ class Reporter:
         self.run_dir = run_dir
         self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
+        self.noise_scale: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
         self._published = 0.0
 
@@ -127,6 +128,7 @@ class Reporter:
                 if self.total_steps
                 else None,
                 "validation_loss": self.validation_loss,
+                **({} if self.noise_scale is None else {"noise_scale": self.noise_scale}),
             }
         )
 
@@ -136,15 +138,21 @@ class Reporter:
         if event.split == "validation":
             self.validation_loss = event.loss
 
-    def tell(self, message: str) -> None:
-        """Tell the user something, once for all ranks."""
-        if self.world.is_first:
+    def adapted(self, event: RateAdapted) -> None:
+        """Record what the learning rate follows; the display shows the newest gradient noise scale."""
+        self.event(event)
+        self.noise_scale = event.noise_scale
+
+    def tell(self, *messages: str) -> None:
+        """Tell the user something, once for all ranks; a line for each."""
+        for message in messages if self.world.is_first else ():
             print(message, file=sys.stderr, flush=True)
 
-    def warn(self, message: str) -> None:
+    def warn(self, *messages: str) -> None:
         """Tell the user something that the run survives: once on the terminal, and in the events of every rank."""
-        self.event(Warned(message=message))
-        self.tell(f"warning: {message}")
+        for message in messages:
+            self.event(Warned(message=message))
+            self.tell(f"warning: {message}")
 
     def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
         """Measure where this rank's memory is, and record it."""

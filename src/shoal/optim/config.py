@@ -12,6 +12,7 @@ OptimizerName = Literal["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad
 TORCH = "torch.optim."
 """How the name of an optimizer begins that is a class of torch."""
 ScheduleName = Literal["constant", "cosine", "linear", "inverse_sqrt", "plateau"]
+AdaptName = Literal["none", "noise", "adascale", "bold", "hyper"]
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -81,6 +82,26 @@ class OptimConfig(Config):
     """Smallest improvement that plateau counts, as a fraction of the best loss."""
     trust: Finite = Field(default=0.001, gt=0)
     """Trust coefficient of lars: how far a layer may move, as a fraction of its norm."""
+    scale: Literal["none", "linear", "sqrt"] = "none"
+    """How the rate follows the batch: times global_batch / scale_base (linear, for sgd), or its root (sqrt, for adam)."""
+    scale_base: int | None = Field(default=None, ge=1)
+    """The global batch, in samples, that ``lr`` was tuned for; for scale and adascale."""
+    adapt: AdaptName = "none"
+    """What the rate follows besides: noise only measures the gradient noise scale; adascale, bold (validation loss), hyper."""
+    adapt_every: int = Field(default=1, ge=1)
+    """Steps between measurements of the gradient noise (noise, adascale)."""
+    adapt_smoothing: Finite = Field(default=0.999, gt=0, lt=1)
+    """How much of the averages of noise and adascale stays after a batch of scale_base samples."""
+    adapt_raise: Finite = Field(default=1.05, ge=1)
+    """What bold multiplies the rate by when the validation loss falls below its best."""
+    adapt_lower: Finite = Field(default=0.5, gt=0, le=1)
+    """What bold multiplies the rate by when the validation loss rises above the one before."""
+    adapt_threshold: Finite = Field(default=1e-3, ge=0, lt=1)
+    """Smallest fall or rise that bold counts, as a fraction of the loss."""
+    adapt_step: Finite = Field(default=0.01, gt=0, lt=1)
+    """How far hyper may change the rate in a step: times 1 + this x the cosine of the gradient and the last update."""
+    adapt_bounds: tuple[Finite, Finite] = (0.05, 10.0)
+    """Least and most that bold and hyper multiply the rate by."""
 
     @property
     def is_torch_class(self) -> bool:
@@ -128,5 +149,36 @@ class OptimConfig(Config):
         if self.name in ("momentum", "nesterov") and self.momentum == 0:
             raise ValueError(
                 f"{self.name} with momentum 0 is plain sgd; set name to sgd, or momentum above 0 such as 0.9"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scale_has_a_base(self) -> "OptimConfig":
+        if self.scale != "none" and self.scale_base is None:
+            raise ValueError(
+                f"scale {self.scale} multiplies lr {self.lr:g} by the batch over the one that it was tuned for, which is not "
+                "given; set scale_base to that batch, such as 32"
+            )
+        if self.adapt == "adascale" and self.scale_base is None:
+            raise ValueError(
+                "adapt adascale needs the batch that lr was tuned for, and scale_base is not given; set scale_base, such as 32"
+            )
+        if self.adapt == "adascale" and self.scale != "none":
+            raise ValueError(
+                f"adapt adascale and scale {self.scale} would both multiply the rate for the batch; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapts_alone(self) -> "OptimConfig":
+        least, most = self.adapt_bounds
+        if not 0 < least <= 1 <= most:
+            raise ValueError(
+                f"adapt_bounds [{least:g}, {most:g}] must have 1, where the rate begins, between them, and the least above 0; "
+                "set them to such as [0.05, 10]"
+            )
+        if self.adapt == "bold" and self.schedule == "plateau":
+            raise ValueError(
+                "adapt bold and schedule plateau would both change the rate after evaluations; leave one of them out"
             )
         return self

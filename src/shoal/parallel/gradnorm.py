@@ -16,7 +16,7 @@ from shoal.comm.full_tensor import box
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement, Shape, place_whole
-from shoal.optim.norms import square_sums, whole_norms
+from shoal.optim.norms import product_sums, square_sums, whole_norms
 
 _SLICE = 512
 
@@ -78,25 +78,36 @@ class WholeNorms:
         norms = torch.stack([sums[name] for name in self._names]).sqrt_()
         return float(norms.square().sum().sqrt())
 
-    def _tensor_sums(self, names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def global_dot(self, names: Sequence[str], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> float:
+        """The dot product of all whole tensors together with others that are cut alike."""
+        sums = self._tensor_sums(names, lefts, rights)
+        return float(torch.stack([sums[name] for name in self._names]).sum())
+
+    def _tensor_sums(
+        self, names: Sequence[str], tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Sums of squares of whole tensors, or of products with others."""
         device = self._device
         by_row = torch.zeros(self._num_rows, dtype=torch.float64, device=device)
+        factors = dict(zip(names, others, strict=True)) if others is not None else {}
         for name, tensor in self._entered(names, tensors):
-            self._enter(by_row[slice(*self._slices[name])], tensor, self._placements[name])
+            self._enter(by_row[slice(*self._slices[name])], tensor, self._placements[name], factors.get(name))
         self._sum_(by_row)
         return {name: by_row[slice(*bounds)].sum() for name, bounds in self._slices.items()}
 
-    def _enter(self, by_row: Tensor, tensor: Tensor, placement: Placement) -> None:
+    def _enter(self, by_row: Tensor, tensor: Tensor, placement: Placement, other: Tensor | None) -> None:
         if not placement.whole_shape:
-            by_row += square_sums(tensor)
+            by_row += _row_sums(tensor, other)
             return
         has_whole_rows = all(patch.shape[1:] == placement.local_shape[1:] for patch in placement.patches)
-        sums = square_sums(tensor) if has_whole_rows else None
+        sums = _row_sums(tensor, other) if has_whole_rows else None
         for patch in placement.patches:
             first, num = patch.local_start[0], patch.shape[0]
-            part = (
-                square_sums(tensor[box(patch.local_start, patch.shape)]) if sums is None else sums[first : first + num]
-            )
+            if sums is None:
+                own = box(patch.local_start, patch.shape)
+                part = _row_sums(tensor[own], None if other is None else other[own])
+            else:
+                part = sums[first : first + num]
             by_row[patch.whole_start[0] : patch.whole_start[0] + num] += part
 
     def _fast_square(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
@@ -178,6 +189,31 @@ def global_norm(named_grads: Iterable[tuple[str, Tensor]], *, exact: bool, norms
         return 0.0
     found = whole_norms(grads) if exact else _fast_norms(grads)
     return float(found.square().sum().sqrt())
+
+
+def global_dot(named_pairs: Iterable[tuple[str, Tensor, Tensor]], *, norms: WholeNorms | None = None) -> float:
+    """The dot product over all pairs of tensors together, in float64, by row and in the order of names: sharding changes no bit.
+
+    Args:
+        named_pairs: two tensors that are cut alike, with the name of their parameter.
+        norms: see ``global_norm``.
+    """
+    triples = sorted(named_pairs, key=lambda triple: triple[0])
+    names = [name for name, _, _ in triples]
+    lefts, rights = [left for _, left, _ in triples], [right for _, _, right in triples]
+    if norms is not None:
+        return norms.global_dot(names, lefts, rights)
+    sums = [product_sums(left, right).sum() for left, right in zip(lefts, rights, strict=True)]
+    return float(torch.stack(sums).sum()) if sums else 0.0
+
+
+def fast_square(tensor: Tensor) -> Tensor:
+    """The float64 sum of squares of one tensor as the norm that is not ``exact`` has it, without waiting for the device."""
+    return _fast_norms([tensor]).square_().sum()
+
+
+def _row_sums(tensor: Tensor, other: Tensor | None) -> Tensor:
+    return square_sums(tensor) if other is None else product_sums(tensor, other)
 
 
 def _fast_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RequestError
-from shoal.core.events import CheckpointSaved, Evaluated, Event, Logged, MemoryMeasured, StepDone
+from shoal.core.events import CheckpointSaved, Evaluated, Event, Logged, MemoryMeasured, RateAdapted, StepDone
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
@@ -58,6 +58,9 @@ def scalars(event: Event) -> dict[str, float]:
         if event.accuracy is not None:
             points[f"{event.split}/accuracy"] = event.accuracy
         return points
+    if isinstance(event, RateAdapted):
+        found = {"rate_factor": event.rate_factor, "noise_scale": event.noise_scale, "progress": event.progress}
+        return {f"adapt/{name}": value for name, value in found.items() if value is not None}
     if isinstance(event, Logged):
         return {f"log/{name}": value for name, value in event.values.items()}
     if isinstance(event, MemoryMeasured):

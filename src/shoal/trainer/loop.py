@@ -43,8 +43,9 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import read_place
 from shoal.launch.processor import avoid_hidden_tiles
+from shoal.optim.adapt import scaled
 from shoal.optim.config import OptimConfig
-from shoal.optim.rates import after_evaluation, rate
+from shoal.optim.rates import after_evaluation
 from shoal.parallel.analysis.structure import ParallelConfig
 from shoal.parallel.replica_check import check_replicas
 from shoal.pipeline.config import PipelineConfig
@@ -55,9 +56,10 @@ from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
-from shoal.trainer.progress import Progress, after_step, loss_limit, rate_factor, wants_rollback
+from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
+from shoal.trainer.steprate import StepRate, build_adapt, window_rates
 
 
 class Trainer:
@@ -94,11 +96,11 @@ class Trainer:
         log: LogConfig | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        hooks, loss = check_hooks(hooks), settle_loss(loss, model, data)
+        hooks, loss, optim = check_hooks(hooks), settle_loss(loss, model, data), optim or OptimConfig()
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
-        self.settings = Settings.of(train, optim, parallel, pipeline, replicas)
+        self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
         deadline = (elastic or ProcessConfig()).collective_deadline
@@ -123,7 +125,9 @@ class Trainer:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            hooks = [*hooks, *early_stopping(train.early_stop, self.eval_config.every)]
+            every = self.eval_config.every
+            self.adapt = build_adapt(optim, train, every, self.reporter)
+            hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
             self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
@@ -202,8 +206,7 @@ class Trainer:
     def _heed(self) -> None:
         """Do what hooks asked for besides saving and stopping."""
         self.persistence.keep(self.engine.requests.kept)
-        for message in self.engine.requests.take_messages():
-            self.reporter.tell(message)
+        self.reporter.tell(*self.engine.requests.take_messages())
 
     def _signed(self, progress: Progress) -> Progress:
         """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
@@ -294,8 +297,7 @@ class Trainer:
 
     def _announce(self) -> None:
         self.reporter.started(str(self.plan), step=self.progress.step)
-        for line in self.engine.describe() if asks_the_model(self.plan) else ():
-            self.reporter.tell(line)
+        self.reporter.tell(*(self.engine.describe() if asks_the_model(self.plan) else ()))
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
     def _open_loader(self) -> Loader:
@@ -313,24 +315,24 @@ class Trainer:
         )
 
     def _train_one(self, loader: Loader) -> StepDone:
-        started = time.perf_counter()
-        step = self.progress.step
+        started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         batch = loader.next()
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
-        lr = rate(self.settings.optim, step, self.total_steps) * self.progress.plateau.factor
-        lr *= rate_factor(recovery, self.settings.train)
-        limit = loss_limit(recovery, self.settings.train)
+        limit, lr = (
+            loss_limit(recovery, self.settings.train),
+            StepRate(self.settings, self.progress, self.total_steps, self.adapt),
+        )
         result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
         if result.is_taken or self.setbacks.handle(batch, result, self.progress):
             recovery = after_step(recovery, result.loss, self.settings.train, is_taken=result.is_taken)
             self.progress = replace(self.progress, recovery=recovery)
-        done = self._advance(batch, result, lr, time.perf_counter() - started, data_seconds)
+        done = self._advance(batch, result, lr.value, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         for event in self.engine.take_rounds():
             self.reporter.event(event)
@@ -339,8 +341,7 @@ class Trainer:
 
     def _train_window(self, loader: Loader, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
-        started = time.perf_counter()
-        step = self.progress.step
+        started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
         periods.append(int(self.engine.hooks.need_every_step))
@@ -350,11 +351,8 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         updates = updates_per_step(self.plan)
-        factor = self.progress.plateau.factor
-        rates = [
-            rate(self.settings.optim, tick, self.total_steps * updates) * factor
-            for tick in pipeline.window_ticks(step, len(batches))
-        ]
+        ticks = pipeline.window_ticks(step, len(batches))
+        rates = window_rates(self.settings, self.progress, ticks, self.total_steps * updates, self.adapt)
         results = pipeline.train_steps(batches, step=step, rates=rates)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
@@ -373,8 +371,7 @@ class Trainer:
     def _look_for_draws(self, loader: Loader) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
-        for message in describe_draws(self.engine.passes.dropout, loader):
-            self.reporter.warn(message)
+        self.reporter.warn(*describe_draws(self.engine.passes.dropout, loader))
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
@@ -407,6 +404,8 @@ class Trainer:
     def _after_step(self, done: StepDone, result: StepResult) -> None:
         """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
         step = done.step
+        if self.adapt is not None:
+            self.reporter.adapted(self.adapt.event(step))
         if result.is_taken:
             self.persistence.take(
                 step + 1 - (self.engine.asynchronous.lag if self.engine.asynchronous is not None else 1)

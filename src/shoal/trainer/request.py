@@ -20,6 +20,7 @@ from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
+from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,
@@ -274,9 +275,9 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
         RequestError: lists them with their fixes.
     """
     check_settings(recipe.train, plan)
-    found: list[str] = []
+    found = adapt_problems(recipe.optim, recipe.train, plan, evaluate_every=recipe.eval.every)
     if plan.ps:
-        found = [
+        found += [
             *server_settings(recipe.train, recipe.optim, plan),
             *rule_problems(
                 recipe.paramserver,

@@ -132,6 +132,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "plan": str(trainer.plan),
         "peak_rss_bytes": peaks,
         "weights_sha256": trainer.hash_weights(),
+        **({} if trainer.adapt is None else {"adapt": trainer.adapt.event(progress.step).as_dict()}),
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }
