@@ -43,7 +43,13 @@ def draw_bits(key: int, start: int, count: int, device: torch.device | None = No
 def draw_uniform(key: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
     """Multiples of 2**-24 from 0 to below 1, as float32, one per element."""
     # A shift to the right keeps the sign; the mask takes it off.
-    return draw_bits(key, start, count, device).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    return (
+        draw_bits(key, start, count, device)
+        .bitwise_right_shift_(8)
+        .bitwise_and_(0xFFFFFF)
+        .to(torch.float32)
+        .mul_(2.0**-24)
+    )
 
 
 def _signed(word: int) -> int:
