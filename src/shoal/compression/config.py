@@ -1,0 +1,28 @@
+"""The ``[compression]`` section of a recipe: how what the plan's ``compress`` names is done."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shoal.core.config import Config
+
+
+class CompressionConfig(Config):
+    """How gradients and weights are compressed; which codec it is stands in the plan, as ``compress``."""
+
+    residual: bool | None = None
+    """Keep what a codec lost and add it to the next gradient (error feedback); left out: as the method needs it."""
+    round: Literal["nearest", "keyed"] = "nearest"
+    """Rounding of int8 and int4: to the nearest, or up or down at random by (seed, step, element), which is unbiased."""
+    min_elements: int = Field(default=2048, ge=0)
+    """Tensors with fewer elements go uncompressed: their bytes are few, and norms and biases are sensitive."""
+    both_ways: bool = True
+    """Compress the result on its way back to the replicas as well, not only what each of them sends."""
+    block: int | None = Field(default=None, ge=8)
+    """Elements that share one scale, where the plan does not say; left out: as the method has it (128 for int8 and int4)."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum that ``dgc`` accumulates with before it selects."""
+    warmup: int = Field(default=0, ge=0)
+    """Steps over which ``dgc`` lowers its ratio to the plan's."""
+    min_rate: float = Field(default=2.0, gt=0)
+    """``powersgd`` leaves a matrix alone unless its factors are so many times smaller than the matrix."""
