@@ -1,7 +1,7 @@
 """Block-scaled whole numbers: int8, and int4 two to a byte, with one float32 scale for each block of 128 elements.
 
-The scale is the block's largest magnitude over the largest code, 127 or 7, so the error of an element is at most half of it. A block
-that holds a NaN or an infinity has the scale NaN and decodes to NaN: a bad gradient must not arrive as a good one. Decoding
+The scale is the block's largest magnitude over the largest code, 127 or 7, so the error of an element is at most half of it. A
+block that holds a NaN or an infinity has the scale NaN and decodes to NaN: a bad gradient must not arrive as a good one. Decoding
 multiplies once and encoding divides once, so where a shard is cut changes no bit as long as it is cut between blocks.
 """
 

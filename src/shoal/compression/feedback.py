@@ -1,8 +1,8 @@
 """Error feedback: what a codec loses is kept and added to what comes next (Karimireddy et al. 2019, algorithm 2).
 
-What was sent plus what is kept equals what was given: exactly for codecs that select, and for int8 and int4 rounded to nearest, whose
-difference is a float32 (Sterbenz' lemma); within one rounding for the others. A step that is not taken, such as one with a gradient that
-is not finite, must keep the residual from before it: NaN in a residual would never leave.
+What was sent plus what is kept equals what was given: exactly for codecs that select, and for int8 and int4 rounded to nearest,
+whose difference is a float32 (Sterbenz' lemma); within one rounding for the others. A step that is not taken, such as one with a
+gradient that is not finite, must keep the residual from before it: NaN in a residual would never leave.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Shorter floats: fp16 and bf16 as they are, and fp8 (e4m3) with a float32 scale for each block.
 
-fp16 keeps 11 bits and turns what is above 65504 into infinity, which the receiver sees; bf16 keeps 8 bits and the range. fp8 keeps 4
-bits, and its scale moves the block's largest magnitude to 448, the largest number of e4m3 (Micikevicius et al. 2022, table 1).
+fp16 keeps 11 bits and turns what is above 65504 into infinity, which the receiver sees; bf16 keeps 8 bits and the range. fp8
+keeps 4 bits, and its scale moves the block's largest magnitude to 448, the largest number of e4m3 (Micikevicius et al. 2022,
+table 1).
 """
 
 from dataclasses import dataclass

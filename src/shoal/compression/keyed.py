@@ -2,8 +2,8 @@
 
 ``randomness`` draws dropout from numpy's Philox; this room stands on its row and may not use it, and draws where the tensors are,
 on any device. The generator is a hash of a counter: two rounds of Wellons' ``lowbias32`` (nullprogram.com/blog/2018/07/31), which
-has 32-bit multiplications only, for 64-bit ones are not vectorised. Each round takes another word of the key. It is for rounding and
-sampling, and is no cipher.
+has 32-bit multiplications only, for 64-bit ones are not vectorised. Each round takes another word of the key. It is for rounding
+and sampling, and is no cipher.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al. 2021) and 1-bit LAMB (Li et al. 2021): Adam until the variance is steady, then signs of the momentum.
 
-In the warm-up both moments follow the averaged gradient. After it the variance is frozen, each replica moves its own momentum with
-its own gradient, the momenta are sent as scaled signs with error feedback, and their mean is everyone's momentum.
+In the warm-up both moments follow the averaged gradient. After it the variance is frozen, each replica moves its own momentum
+with its own gradient, the momenta are sent as scaled signs with error feedback, and their mean is everyone's momentum.
 """
 
 from dataclasses import dataclass, replace

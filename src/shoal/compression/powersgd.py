@@ -1,7 +1,7 @@
 """PowerSGD (Vogels et al. 2019, algorithm 1): a matrix as the product of two thin ones, by one step of power iteration.
 
-Between ``multiply_left`` and ``orthogonalise``, and after ``multiply_right``, the caller sums over the replicas; these functions do
-no more than the arithmetic. Q is kept from step to step (warm start), so that the iteration goes on where it was.
+Between ``multiply_left`` and ``orthogonalise``, and after ``multiply_right``, the caller sums over the replicas; these functions
+do no more than the arithmetic. Q is kept from step to step (warm start), so that the iteration goes on where it was.
 """
 
 import math

@@ -75,8 +75,8 @@ class QSGD:
 class Natural:
     """Each element as one of the two powers of two around it, with the mean of it: a sign and an exponent, nine bits.
 
-    Horvath et al. 2019, definition 1. On the bits of a float32 it is one addition: a random mantissa carries into the exponent with
-    the right chance, and denormals, whose neighbours are 0 and 2**-126, follow the same rule. Any cut has the same bits.
+    Horvath et al. 2019, definition 1. On the bits of a float32 it is one addition: a random mantissa carries into the exponent
+    with the right chance, and denormals, whose neighbours are 0 and 2**-126, follow the same rule. Any cut has the same bits.
     """
 
     has_fixed_size = True

@@ -1,7 +1,7 @@
 """One bit per element: its sign, times the mean magnitude of its block.
 
-The scale is what makes a sign with error feedback converge (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4: the
-scaled sign). Zero counts as positive, -0.0 too, so that one bit says it all.
+The scale is what makes a sign with error feedback converge (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4:
+the scaled sign). Zero counts as positive, -0.0 too, so that one bit says it all.
 """
 
 from dataclasses import dataclass

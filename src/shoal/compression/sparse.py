@@ -1,8 +1,8 @@
 """Codecs that send some elements as they are and none of the others: top-k, random-k and all above a threshold.
 
 What is sent is exact, so with error feedback what is sent and what is kept add up to what was given, to the bit. Magnitudes are
-compared as whole numbers (a float32 without its sign orders like one), where NaN is above infinity and above all else: what is not
-finite is sent first. Equal magnitudes go by the lowest index.
+compared as whole numbers (a float32 without its sign orders like one), where NaN is above infinity and above all else: what is
+not finite is sent first. Equal magnitudes go by the lowest index.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ def count_kept(ratio: float, numel: int) -> int:
 def select_largest(flat: Tensor, k: int) -> Tensor:
     """Ascending indices of the ``k`` largest magnitudes, of equal ones the first.
 
-    torch's ``topk`` leaves open which of equal ones it takes, and sorts all of the tensor: this one guesses a bound from a sample,
-    sorts what is above it, and is exact whatever the guess was, because it tries again below when too few are above.
+    torch's ``topk`` leaves open which of equal ones it takes, and sorts all of the tensor: this one guesses a bound from a
+    sample, sorts what is above it, and is exact whatever the guess was, because it tries again below when too few are above.
     """
     sizes = flat.view(torch.int32) & _NO_SIGN
     places = None
@@ -66,7 +66,8 @@ def _scattered(values: Tensor, places: Tensor, numel: int) -> Tensor:
 class TopK:
     """The largest magnitudes of the tensor, with their places, counted from the tensor's first element.
 
-    A choice among all elements depends on what the tensor is: a shard's largest are not the whole's. (Stich et al. 2018, section 2.)
+    A choice among all elements depends on what the tensor is: a shard's largest are not the whole's. (Stich et al. 2018, section
+    2.)
     """
 
     ratio: float
@@ -120,10 +121,10 @@ class Threshold:
 class RandomK:
     """One element of each range of ``1 / ratio`` elements, chosen by key: no places are sent, and payloads may be summed.
 
-    The ranges lie in the global numbering (range ``j`` begins at ``floor(j / ratio)``), so shards cut between ranges send what the
-    whole would. Every element of a range of n has the chance 1/n, as in random-k (Stich et al. 2018, definition 2.1); one per range
-    makes the choice a matter of k draws. ``unbiased`` sends n times the element, whose mean is the element; it is not for error
-    feedback, which needs a contraction.
+    The ranges lie in the global numbering (range ``j`` begins at ``floor(j / ratio)``), so shards cut between ranges send what
+    the whole would. Every element of a range of n has the chance 1/n, as in random-k (Stich et al. 2018, definition 2.1); one
+    per range makes the choice a matter of k draws. ``unbiased`` sends n times the element, whose mean is the element; it is not
+    for error feedback, which needs a contraction.
     """
 
     ratio: float

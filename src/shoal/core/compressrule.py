@@ -1,7 +1,8 @@
-"""The plan's ``compress`` as one value that prints and parses as one word: a codec, its number, and the step it starts at. No torch.
+"""The plan's ``compress`` as one value that prints and parses as one word: a codec, its number, and the step it starts at. No
+torch.
 
-``int8``, ``int4:64``, ``topk:0.01``, ``powersgd:4@30``: what follows the colon is a block, a ratio, a threshold, a rank or a number
-of bits, by the codec; what follows the @ is the first step that is compressed.
+``int8``, ``int4:64``, ``topk:0.01``, ``powersgd:4@30``: what follows the colon is a block, a ratio, a threshold, a rank or a
+number of bits, by the codec; what follows the @ is the first step that is compressed.
 """
 
 import math

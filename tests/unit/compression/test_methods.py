@@ -31,7 +31,7 @@ def test_a_matrix_of_the_rank_is_exact(own, rank):
 
 def test_a_warm_start_converges_to_the_best_of_its_rank():
     matrix = matrix_of_rank(20)
-    u, s, v = torch.linalg.svd(matrix)
+    _u, s, _v = torch.linalg.svd(matrix)
     best = float(s[2:].norm())
     right, errors = powersgd.start_right(20, 2, key=1), []
     for _ in range(200):
