@@ -25,7 +25,7 @@ from shoal.compression.codec import (
 )
 from shoal.compression.keyed import round_keyed_
 
-Round = Literal["nearest", "keyed"]
+Rounding = Literal["nearest", "keyed"]
 DEFAULT_BLOCK = 128
 
 
@@ -35,7 +35,7 @@ class BlockInt:
 
     bits: Literal[4, 8]
     block: int = DEFAULT_BLOCK
-    round: Round = "nearest"
+    round: Rounding = "nearest"
 
     has_fixed_size = True
 

@@ -88,7 +88,8 @@ class TopK:
 
     def decode(self, encoded: Encoded, numel: int) -> Tensor:
         """The elements in their places, zeros elsewhere."""
-        return _scattered(*encoded.payload, numel)
+        values, places = encoded.payload
+        return _scattered(values, places, numel)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Threshold:
 
     def decode(self, encoded: Encoded, numel: int) -> Tensor:
         """The elements in their places, zeros elsewhere."""
-        return _scattered(*encoded.payload, numel)
+        values, places = encoded.payload
+        return _scattered(values, places, numel)
 
 
 @dataclass(frozen=True)
