@@ -396,9 +396,9 @@ def check_processes(count: int) -> None:
         )
 
 
-def default_threads(world_size: int) -> int:
-    """Compute threads per process when every process is on this machine."""
-    return max(1, _num_cores() // world_size)
+def default_threads(num_processes: int) -> int:
+    """Compute threads per process where so many processes of a run share this machine."""
+    return max(1, _num_cores() // num_processes)
 
 
 def _num_cores() -> int:

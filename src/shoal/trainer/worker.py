@@ -59,7 +59,7 @@ def run_rank(
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = read_place(environment)
-    torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
+    torch.set_num_threads(recipe.train.threads or default_threads(place.local_size or place.world_size))
     rank_status = rank_status or attach_status(environment)
     with contextlib.ExitStack() as stack:
         if rank_status is not None:
