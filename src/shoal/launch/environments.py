@@ -1,6 +1,6 @@
 """The variables by which a launcher tells a process its place: read from any launcher, and written for our own ranks.
 
-One pure function reads them all (``launchers.py`` has a reader for each), so the same worker runs under torchrun, SLURM, MPI and
+One pure function reads them all (``detect/launchers.py`` has a reader for each), so the same worker runs under torchrun, SLURM, MPI and
 whatever else names a rank. What is seen and not understood is refused: taking such a process for the only one would train a whole
 run on every host. Our own ranks get torchrun's contract, but for the address of a store: they meet in a file. What only Shoal's
 supervisor gives is named ``SHOAL_*``.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
-from shoal.launch.launchers import READERS, refuse_others
+from shoal.launch.detect.launchers import READERS, refuse_others
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"

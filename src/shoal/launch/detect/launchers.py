@@ -23,7 +23,7 @@ from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
-from shoal.launch.hostlist import expand_counts, expand_hosts
+from shoal.launch.detect.hostlist import expand_counts, expand_hosts
 
 Environment = Mapping[str, str]
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.launch.hostlist import expand_counts, expand_hosts
+from shoal.launch.detect.hostlist import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
