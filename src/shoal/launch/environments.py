@@ -1,9 +1,9 @@
 """The variables by which a launcher tells a process its place: read from any launcher, and written for our own ranks.
 
-One pure function reads them all (``detect/launchers.py`` has a reader for each), so the same worker runs under torchrun, SLURM, MPI and
-whatever else names a rank. What is seen and not understood is refused: taking such a process for the only one would train a whole
-run on every host. Our own ranks get torchrun's contract, but for the address of a store: they meet in a file. What only Shoal's
-supervisor gives is named ``SHOAL_*``.
+One pure function reads them all (``detect/launchers.py`` has a reader for each), so the same worker runs under torchrun, SLURM,
+MPI and whatever else names a rank. What is seen and not understood is refused: taking such a process for the only one would train
+a whole run on every host. Our own ranks get torchrun's contract, but for the address of a store: they meet in a file. What only
+Shoal's supervisor gives is named ``SHOAL_*``.
 """
 
 import os
