@@ -111,6 +111,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             parallel=recipe.parallel,
             pipeline=recipe.pipeline,
             replicas=recipe.replicas,
+            compression=recipe.compression,
             plan=Plan.parse(job["plan"]),
             prefetch=recipe.data.prefetch,
             workers=recipe.data.workers,
@@ -169,7 +170,7 @@ def _sizes(
         RankPreview.build, plain, analysis=analysis, plan=plan, rank=rank, precision=trainer.engine.precision
     )
     part = None if cut is None else cut.part
-    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim))
+    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim, trainer.settings.compression))
     missing: dict[str, str] = {}
     measured = measure_state(trainer.engine)
     predicted = {what: size for what, size in predicted.items() if what in measured}
