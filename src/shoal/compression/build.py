@@ -41,7 +41,8 @@ def build_codec(rule: CompressRule, config: CompressionConfig) -> Codec | None:
         case "topk" | "dgc":
             return TopK(rule.number)
         case "randk":
-            return RandomK(rule.number)
+            # Error feedback needs the elements as they are; without it the mean must be right.
+            return RandomK(rule.number, unbiased=not has_residual(rule, config))
         case "threshold":
             return Threshold(rule.number)
         case "sign" | "onebit":
