@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from shoal.compression import keyed
 from shoal.compression.build import build_codec
 from shoal.compression.config import CompressionConfig
+from shoal.compression.exchange import CompressedSum
+from shoal.compression.layout import TensorPart
 from shoal.compression.sparse import RandomK, Threshold, TopK
 from shoal.core.compressrule import CompressRule
 from shoal.verify.oracle import codecs as formulas
+from shoal.verify.oracle.sums import CompressedSums, owner_of
+from support.thread_ranks import on_ranks
 
 WORDS = ["fp16", "bf16", "fp8", "int8", "int4", "int8:24", "sign", "qsgd:2", "qsgd:4", "qsgd:8", "natural"]
 SIZES = [(1, 0), (7, 3), (128, 0), (5000, 77), (70_000, 2**32 - 500)]
@@ -105,3 +109,98 @@ def test_selections_are_the_same(kind, numel):
     for threshold in (1e-43, 0.1, 2.5):
         places = formulas.places_above(flat.numpy(), threshold)
         assert Threshold(threshold).encode(flat).payload[1].tolist() == places.tolist()
+
+
+SHAPES = {"a.weight": (70, 33), "b.bias": (50,), "c.weight": (40, 60), "d.weight": (129, 2, 9), "e.scale": ()}
+METHODS = [
+    *("fp16", "bf16", "fp8", "int8", "int4:16", "qsgd:4", "natural", "sign", "topk:0.05@1", "threshold:0.5"),
+    *("dgc:0.05@1", "randk:0.1", "powersgd:2@2"),
+]
+SETTINGS = [{}, {"residual": True}, {"residual": False}, {"both_ways": False}, {"round": "keyed", "block": 24}]
+NUM_STEPS = 5
+
+
+def gradients_of(rank, step):
+    maker = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=maker) for name, shape in SHAPES.items()}
+
+
+def rows_of(name, rank, size):
+    """The elements that a rank keeps under ZeRO: whole rows, which divide blocks."""
+    shape = SHAPES[name] or (1,)
+    row = torch.Size(shape[1:]).numel()
+    return shape[0] * rank // size * row, shape[0] * (rank + 1) // size * row
+
+
+def summed_by_ranks(word, size, config, *, is_sharded):
+    """By rank: the sums of each step, and what is remembered after it."""
+
+    def work(channel):
+        owned = [{name: rows_of(name, rank, size) for name in SHAPES} for rank in range(size)] if is_sharded else None
+        parts = {name: TensorPart(shape) for name, shape in SHAPES.items()}
+        found = []
+        ours = CompressedSum(
+            parts, CompressRule.parse(word), config, channel, seed=3, device=torch.device("cpu"), owned=owned
+        )
+        for step in range(NUM_STEPS):
+            ours.begin_step(step)
+            given = gradients_of(channel.rank, step)
+            ours.sum_(given)
+            if step == 3:
+                ours.forget()
+            else:
+                ours.commit()
+            own = {what: {name: flat.clone() for name, flat in of.items()} for what, of in ours.own_state().items()}
+            shared = {
+                what: {name: (flat.clone(), start) for name, (flat, start, _) in of.items()}
+                for what, of in ours.shared_state().items()
+            }
+            found.append((given, own, shared))
+        return found
+
+    return on_ranks(size, work)
+
+
+def check_sums(word, size, config, *, is_sharded):
+    oracle = CompressedSums(
+        CompressRule.parse(word),
+        config.model_dump(),
+        SHAPES,
+        seed=3,
+        num_ranks=size,
+        has_way_back=not is_sharded,
+    )
+    found = summed_by_ranks(word, size, config, is_sharded=is_sharded)
+    for step in range(NUM_STEPS):
+        totals = oracle.sum(step, [gradients_of(rank, step) for rank in range(size)])
+        if step == 3:
+            oracle.forget()
+        else:
+            oracle.commit()
+        memory, seen = oracle.memory(), set()
+        for rank in range(size):
+            given, own, shared = found[rank][step]
+            for name, total in totals.items():
+                part = slice(*rows_of(name, rank, size)) if is_sharded else slice(None)
+                where = (word, size, step, rank, name)
+                assert torch.equal(given[name].reshape(-1)[part], total.reshape(-1)[part]), where
+            for what, of in own.items():
+                for name, flat in of.items():
+                    seen.add(f"{name}/{what}-{rank}")
+                    assert torch.equal(flat, memory[f"{name}/{what}-{rank}"]), (word, size, step, rank, what, name)
+            for what, pieces in shared.items():
+                for name, (flat, start) in pieces.items():
+                    seen.add(f"{name}/{what}")
+                    whole = memory[f"{name}/{what}"]
+                    same = torch.equal(flat.reshape(-1), whole.reshape(-1)[start : start + flat.numel()])
+                    assert same, (word, size, step, rank, what, name)
+        assert seen == memory.keys(), (word, seen ^ memory.keys())
+        assert all(owner_of(key) is None or owner_of(key) < size for key in memory)
+
+
+@pytest.mark.parametrize("word", METHODS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sums_over_ranks_and_what_they_remember_are_the_same(word, size):
+    for settings_ in SETTINGS:
+        check_sums(word, size, CompressionConfig(min_elements=100, **settings_), is_sharded=False)
+    check_sums(word, size, CompressionConfig(min_elements=100), is_sharded=size > 1)
