@@ -18,9 +18,9 @@ from torch import Tensor
 from shoal.comm.channel import Channel
 from shoal.comm.ordered import has_rank_order, sum_in_order_
 from shoal.comm.trafficcounter import TrafficCounts
-from shoal.compression.build import build_codec, has_residual
+from shoal.compression.build import build_codec
 from shoal.compression.codec import Codec, Encoded
-from shoal.compression.config import CompressionConfig
+from shoal.compression.config import CompressionConfig, has_residual
 from shoal.compression.dgc import DGCState, accumulate, ratio_at, send
 from shoal.compression.keyed import codec_key
 from shoal.compression.layout import (
@@ -83,7 +83,7 @@ class CompressedSum:
         self.sent_counts: list[int] = []
         """Elements of each tensor that each rank sent at the last sum, where only the values tell (``threshold``)."""
         self._summed = frozenset(self.parts)
-        self._device = device
+        self.device = device
         self._way = way_of(rule)
         self._codec = build_codec(rule, config)
         self._has_residual = has_residual(rule, config)
@@ -149,8 +149,10 @@ class CompressedSum:
         """The step was taken: what its sums lost is kept for the next."""
         for what, found in self._pending.items():
             for name, tensor in found.items():
-                self._spare.setdefault(what, {})[name] = self._state[what][name]
-                self._state[what][name] = tensor
+                # Memory changes hands and tensors stay the same objects: whoever holds one sees the new state.
+                kept, before = self._state[what][name], self._state[what][name].detach()
+                kept.data = tensor
+                self._spare.setdefault(what, {})[name] = before
         self._pending = {}
 
     def forget(self) -> None:
@@ -185,7 +187,7 @@ class CompressedSum:
             self._state = {"residual": self._zeros()}
         if self._has_residual and self.answers_both_ways:
             self._state["sum_residual"] = {
-                piece.name: torch.zeros(piece.numel, device=self._device) for piece in self._pieces[self.channel.rank]
+                piece.name: torch.zeros(piece.numel, device=self.device) for piece in self._pieces[self.channel.rank]
             }
         if self._way == "factors":
             self._state["right"] = {name: self._first_right(name, part) for name, part in self.compressed.items()}
@@ -213,11 +215,11 @@ class CompressedSum:
         return 2 * sum(tensor.nbytes for found in self._state.values() for tensor in found.values())
 
     def _zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros(part.size, device=self._device) for name, part in self.compressed.items()}
+        return {name: torch.zeros(part.size, device=self.device) for name, part in self.compressed.items()}
 
     def _first_right(self, name: str, part: TensorPart) -> Tensor:
         _, cols, rank = factor_rank(part.shape, int(self.rule.number))
-        return start_right(cols, rank, codec_key(self.seed, 0, name), self._device)
+        return start_right(cols, rank, codec_key(self.seed, 0, name), self.device)
 
     def _next(self, what: str, name: str, like: Tensor) -> Tensor:
         """The memory for a tensor of the next state: that of the last one but one, whose pages are there already."""
@@ -263,7 +265,7 @@ class CompressedSum:
                     lost = kept[piece.name][piece.start : piece.stop]
                     torch.sub(given, codec.decode(encoded, piece.numel), out=lost)
                 payloads.append(encoded)
-            messages.append(pack_all(payloads, self._device))
+            messages.append(pack_all(payloads, self.device))
         received = [torch.empty_like(messages[rank]) for _ in messages]
         self.channel.all_to_all(messages, received)
         totals = self._add_messages(codec, received, pieces[rank])
@@ -303,8 +305,8 @@ class CompressedSum:
                 torch.sub(total, codec.decode(encoded, piece.numel), out=lost)
             payloads.append(encoded)
         counts = [message_bytes(codec, owner) for owner in pieces]
-        whole = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
-        self.channel.all_gather(pack_all(payloads, self._device), whole, counts)
+        whole = torch.empty(sum(counts), dtype=torch.uint8, device=self.device)
+        self.channel.all_gather(pack_all(payloads, self.device), whole, counts)
         for owner, message in zip(pieces, torch.split(whole, counts), strict=True):
             for piece, encoded in unpack_all(codec, message, owner, self._keys(owner, "sum")):
                 flats[piece.name][piece.start : piece.stop] = codec.decode(encoded, piece.numel)
@@ -313,7 +315,7 @@ class CompressedSum:
         self, pieces: Sequence[Sequence[Piece]], totals: Sequence[Tensor], flats: Mapping[str, Tensor]
     ) -> None:
         counts = [sum(piece.numel for piece in owner) for owner in pieces]
-        whole = torch.empty(sum(counts), device=self._device)
+        whole = torch.empty(sum(counts), device=self.device)
         own = torch.cat(list(totals)) if totals else whole.new_empty(0)
         self.channel.all_gather(own, whole, counts)
         everything = [piece for owner in pieces for piece in owner]
@@ -341,8 +343,8 @@ class CompressedSum:
             by_rank = self._tell_counts(counts)
         self.sent_counts = [count for counted in by_rank for count in counted]
         sizes = [8 * sum(counted) for counted in by_rank]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        self.channel.all_gather(pack_all(payloads, self._device), whole, sizes)
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.channel.all_gather(pack_all(payloads, self.device), whole, sizes)
         for flat in flats.values():
             flat.zero_()
         for counted, message in zip(by_rank, torch.split(whole, sizes), strict=True):
@@ -361,7 +363,7 @@ class CompressedSum:
         return encoded
 
     def _tell_counts(self, counts: list[int]) -> list[list[int]]:
-        own = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        own = torch.tensor(counts, dtype=torch.int64, device=self.device)
         told = own.new_empty(len(counts) * self.channel.size)
         self.channel.all_gather(own, told, [len(counts)] * self.channel.size)
         found: list[list[int]] = told.view(self.channel.size, -1).tolist()

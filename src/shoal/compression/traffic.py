@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from shoal.comm.ordered import ordered_traffic
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
-from shoal.compression.build import build_codec, has_residual
+from shoal.compression.build import build_codec
 from shoal.compression.codec import Codec, nbytes
-from shoal.compression.config import CompressionConfig
+from shoal.compression.config import CompressionConfig, has_residual
 from shoal.compression.dgc import ratio_at
 from shoal.compression.layout import (
     Owned,
