@@ -253,7 +253,7 @@ def check_graph(plan: Plan) -> None:
 
 
 def refuse_islands(plan: Plan, who: str) -> None:
-    """Refuse a plan with islands where nothing knows what they cost.
+    """Refuse a plan with islands or a codec where nothing knows what they cost.
 
     Raises:
         RequestError: says who does not, and what to do.
@@ -262,6 +262,10 @@ def refuse_islands(plan: Plan, who: str) -> None:
         raise RequestError(
             f"plan {str(plan)!r}: {who} has no price for islands and sync={plan.sync} yet; leave sync out for the plan of one "
             f"island, or train it"
+        )
+    if plan.compress is not None:
+        raise RequestError(
+            f"plan {str(plan)!r}: {who} has no price for compress={plan.compress} yet; leave compress out, or train it"
         )
 
 
