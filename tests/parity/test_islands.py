@@ -41,6 +41,7 @@ CAUGHT = (
     "heavy ball under the name of Nesterov",
     "outer gradient of the wrong sign",
     "fragment applied one step late",
+    "fragment applied before it has arrived",
     "an island's loss divided by the samples of all",
     "push-sum weight forgotten",
 )

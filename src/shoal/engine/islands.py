@@ -23,7 +23,7 @@ from shoal.engine.stop import StopRequest
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
-from shoal.replicas.policy import Policy
+from shoal.replicas.policy import Policy, StepEnd
 from shoal.replicas.traffic import Sizes, step_traffic, tells_stop
 
 PREFIX = "islands/"
@@ -83,8 +83,14 @@ class Islands:
         """The optimizer is about to step."""
         self.policy.before_update()
 
-    def after_update(self, step: int, *, lr: float) -> None:
-        """The optimizer has stepped: hold a round where one is due, and hear whether anybody wants to stop."""
+    def after_update(self, step: int, *, lr: float, samples: int) -> None:
+        """The optimizer has stepped: hold a round where one is due, and hear whether anybody wants to stop.
+
+        Args:
+            step: its number, from 0.
+            lr: its rate.
+            samples: that this island learnt from in it.
+        """
         if self.sums_gradients(step):
             if step + 1 == self.rule.start:
                 self.policy.restart()
@@ -93,7 +99,7 @@ class Islands:
         self._since += 1
         is_round = self._is_due(step, lr)
         started = time.perf_counter()
-        changed = self.policy.after_update(step, lr=lr, is_round=is_round)
+        changed = self.policy.after_update(StepEnd(step=step, lr=lr, is_round=is_round, samples=samples))
         if is_round:
             self._since.zero_()
             self._last_round = time.monotonic()
@@ -109,6 +115,10 @@ class Islands:
             )
             self._rounds += 1
         self._tell_stop(step, is_round=is_round)
+
+    def close(self) -> None:
+        """Wait for what is under way between islands."""
+        self.policy.close()
 
     def end_step(self) -> None:
         """After a round buffers are the islands' mean, as weights are."""
@@ -156,7 +166,13 @@ class Islands:
         return step_traffic(
             self.rule,
             step,
-            Sizes(elements=items, item_bytes=size, order=sorted(self.saved_names)),
+            Sizes(
+                elements=items,
+                item_bytes=size,
+                order=sorted(self.saved_names),
+                islands=self.channel.size,
+                inside=self.inside.size,
+            ),
             is_round=is_round,
             has_order=not isinstance(self.channel.transport, TorchTransport) or self.channel.size <= 2,
             place=self.channel.rank,

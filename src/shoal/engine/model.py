@@ -108,6 +108,8 @@ class ParallelModel:
     """It was saved by a run with islands."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
+    _samples: int = field(default=0, init=False)
+    """Of the last batch, that this island has."""
 
     @property
     def hooks(self) -> Hooks:
@@ -188,7 +190,7 @@ class ParallelModel:
         """
         for hook in self.hooks:
             hook.on_step_start(step, batch)
-        self._loss_scale = loss_scale
+        self._loss_scale, self._samples = loss_scale, batch.island_samples
         self.reduction.begin_step()
         self.scalars.begin_step()
         self.objective.metrics.begin_step()
@@ -226,7 +228,7 @@ class ParallelModel:
         if self.islands is not None:
             self.passes.enter("wait: other islands", number)
             rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
-            self.islands.after_update(number, lr=float(rate))
+            self.islands.after_update(number, lr=float(rate), samples=self._samples)
         if not self.publishes_by_itself:
             self.reduction.publish()
 
@@ -437,4 +439,6 @@ class ParallelModel:
 
     def close(self) -> None:
         """Give up the groups of ranks; the world is the caller's."""
+        if self.islands is not None:
+            self.islands.close()
         self.mesh.close()

@@ -351,7 +351,17 @@ def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Se
     channel = parts.mesh.channel(Axis.ISLAND)
     weights = {name: parameter.detach() for name, parameter in reduction.updated.items()}
     order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
-    island = Island(channel=channel, weights=weights, seed=settings.train.seed)
+    # Every rank makes it, or none: the rule is the plan's.
+    overlaps = rule.kind == "stream" and rule.delay > 0
+    island = Island(
+        channel=channel,
+        weights=weights,
+        seed=settings.train.seed,
+        inside=parts.mesh.everyone,
+        background=parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None,
+        rank=parts.world.rank,
+        deadline_seconds=parts.world.deadline_seconds,
+    )
     return Islands(
         rule=rule,
         config=settings.replicas,

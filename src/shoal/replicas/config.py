@@ -22,6 +22,9 @@ class ReplicaConfig(Config):
     """Momentum of the slow step of slowmo."""
     pull: float | None = Field(default=None, gt=0, lt=1)
     """Share of the way to the center that an island of easgd goes at a round; 0.9 over the number of islands when left out."""
+    weigh: Literal["equal", "samples"] = "equal"
+    """What an island's change counts in the mean of local, diloco, stream and slowmo: as much as any other's, or by the samples
+    that it learnt from since the last round, which differ where the last batch of an epoch is short or steps are left out."""
     interval: Literal["fixed", "qsr"] = "fixed"
     """How the steps between rounds of local change: never, or longer as the learning rate falls (the quadratic rule)."""
     interval_scale: float = Field(default=0.01, gt=0, allow_inf_nan=False)

@@ -9,7 +9,7 @@ from shoal.core.errors import RequestError
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.build import build_policy
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.policy import Island
+from shoal.replicas.policy import Island, StepEnd
 
 
 def alone(weights):
@@ -28,7 +28,7 @@ def run(rule, steps, config=None, dtype=torch.float64):
         policy.before_update()
         for weight in weights.values():
             weight.sub_(0.1 * torch.randn(5, generator=generator, dtype=dtype))
-        policy.after_update(step, lr=0.1, is_round=SyncRule.parse(rule).is_round(step))
+        policy.after_update(StepEnd(step=step, lr=0.1, is_round=SyncRule.parse(rule).is_round(step)))
     return weights
 
 
