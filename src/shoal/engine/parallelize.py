@@ -33,7 +33,7 @@ from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.models.losses import Loss, loss_of_output
-from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
+from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state, reset_state
 from shoal.optim.given import GivenOptimizer
 from shoal.optim.groups import Groups
 from shoal.optim.precision import Precision
@@ -324,7 +324,7 @@ def _assemble(
         max_norm=max_norm,
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
-        islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
+        islands=_build_islands(parts, passes, outline, settings, optimizer) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
         needs_exact_norm=settings.optim.adapt == "adascale",
     )
@@ -339,7 +339,9 @@ def _assemble(
     return assembled
 
 
-def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Settings) -> Islands:
+def _build_islands(
+    parts: _Parts, passes: Passes, outline: Outline, settings: Settings, optimizer: Optimizer
+) -> Islands:
     """What brings this island together with the others.
 
     Raises:
@@ -376,6 +378,8 @@ def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Se
         stop=scalars.stop,
         device=parts.world.device,
         publish=reduction.publish,
+        forget=lambda: reset_state(optimizer),
+        goes_on=settings.train.nonfinite == "skip",
     )
 
 

@@ -65,7 +65,7 @@ def step_traffic(
     found: TrafficCounts = {}
     everything = list(sizes.elements.values())
     if step < rule.start:
-        found = _summed(everything, sizes.item_bytes, has_order=has_order)
+        found = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
     elif rule.kind == "stream":
         for fragment in range(rule.fragments):
             since = step + 1 - fragment * rule.period // rule.fragments
@@ -75,7 +75,7 @@ def step_traffic(
             if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
                 names = set(sizes.order[fragment :: rule.fragments])
                 part = [count for name, count in sizes.elements.items() if name in names]
-                found = add_traffic(found, _told(sizes), _summed(part, sizes.item_bytes, has_order=has_order))
+                found = add_traffic(found, _told(sizes), summed_traffic(part, sizes.item_bytes, has_order=has_order))
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
         sent = receivers * sum(everything) * sizes.item_bytes
@@ -83,7 +83,7 @@ def step_traffic(
         numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
     elif is_round:
-        summed = _summed(everything, sizes.item_bytes, has_order=has_order)
+        summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
         found = add_traffic(_looked(sizes), _told(sizes), summed)
     if rule.seconds is not None and step >= rule.start:
         found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})
@@ -104,7 +104,7 @@ def _told(sizes: Sizes) -> TrafficCounts:
     return {(_AXIS, "all_reduce"): Traffic(calls=1, num_bytes=2 * _NUMBER_BYTES * sizes.islands)}
 
 
-def _summed(elements: Sequence[int], item_bytes: int, *, has_order: bool) -> TrafficCounts:
+def summed_traffic(elements: Sequence[int], item_bytes: int, *, has_order: bool) -> TrafficCounts:
     """Sums over islands, in messages of as many tensors as fit."""
     calls, size = 0, 0
     for count in elements:
