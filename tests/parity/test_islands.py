@@ -80,14 +80,14 @@ def test_settings_of_policies_are_proved_too(recipe):
         prove(prover, recipe, "dp=2 sync=local:1", "optim.name=sgd")
         prove(prover, recipe, f"dp=3 sync=gossip:{graph}")
         # An epoch ends within the proof, with a batch that gives the islands unequal numbers of samples.
-        prove(prover, recipe, "dp=2 sync=stream:4,2,1", "replicas.weigh=samples", "data.limit_bytes=1000")
+        prove(prover, recipe, "dp=2 sync=stream:4,2,1", "replicas.weigh=samples", "data.limit_bytes=1200")
         prove(
             prover,
             recipe,
             "dp=2 sync=diloco:3",
             "replicas.weigh=samples",
             "replicas.distance=2",
-            "data.limit_bytes=1000",
+            "data.limit_bytes=1200",
         )
 
 
