@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.channel import Channel, TorchTransport
+from shoal.comm.channel import Channel
+from shoal.comm.ordered import sum_in_order_
 from shoal.core.errors import RunError
 
 BUCKET_ELEMENTS = 4 * 2**20
@@ -129,25 +130,6 @@ class MeanChange:
         for _ in self.messages(tensors):
             pass
         return self.members
-
-
-def sum_in_order_(flat: Tensor, channel: Channel) -> None:
-    """Add a flat tensor over the ranks of a channel, first rank first.
-
-    Shared memory adds in this order by itself, and of two ranks the order makes no difference. A torch group of more adds as its
-    algorithm likes: there every rank adds up one slice and gives it to the others, which moves the bytes of a ring.
-    """
-    if not isinstance(channel.transport, TorchTransport) or channel.size <= 2:
-        channel.all_reduce_(flat)
-        return
-    counts = [len(part) for part in torch.tensor_split(flat, channel.size)]
-    slices = list(torch.split(flat, counts))
-    received = [torch.empty_like(slices[channel.rank]) for _ in slices]
-    channel.all_to_all(slices, received)
-    total = received[0]
-    for other in received[1:]:
-        total.add_(other)
-    channel.all_gather(total, flat, counts)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.compressrule import CompressRule
 from shoal.core.seeding import derive_key
 from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
     Ids,
@@ -35,10 +37,6 @@ from shoal.verify.reference.train import narrow_weights, tree_gradients
 
 Weights = dict[str, Tensor]
 
-SumChanges = Callable[[Mapping[str, Sequence[Tensor]], int], Mapping[str, Tensor]]
-"""Adds up what islands send in one round: by parameter name the tensors in the order of islands, and the number of the step after
-which the round is held."""
-
 
 def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """Train ``case.steps`` steps on all islands and record those of island K as ``reference-K``.
@@ -48,7 +46,9 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """
     rule = SyncRule.parse(tree.sync)
     islands = [build_reference(case) for _ in range(tree.islands)]
-    agreement = Agreement(rule, tree.settings, [dict(one.named) for one in islands], seed=case.seed)
+    agreement = Agreement(
+        rule, tree.settings, [dict(one.named) for one in islands], seed=case.seed, sums=_build_sums(islands[0], tree)
+    )
     recorders = [Recorder(folder, f"reference-{number}") for number in range(tree.islands)]
     initial = {name: parameter.detach().clone() for name, parameter in islands[0].named}
     for step, ids in enumerate(global_batches(islands[0])):
@@ -75,11 +75,27 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
             islands[number].optimizer.state.clear()
         for number, one in enumerate(islands):
             captured[number] |= model_tensors(one.named, one.optimizer, saved_buffers(one.model))
+            captured[number] |= agreement.memory(number)
             recorders[number].add(loss=found[number][0], norm=norms[number], skipped=False, tensors=captured[number])
     for recorder, one in zip(recorders, islands, strict=True):
         recorder.close(flat=None, movement=measure_movement(one, initial), narrow=narrow_weights(one, tree))
     assert_alone()
     return {"flat": None}
+
+
+def _build_sums(island: ReferenceModel, tree: Tree) -> CompressedSums | None:
+    """How changes go between islands; None where they go as they are."""
+    if tree.compress is None:
+        return None
+    return CompressedSums(
+        CompressRule.parse(tree.compress),
+        tree.compression,
+        {name: tuple(parameter.shape) for name, parameter in island.named},
+        seed=island.case.seed,
+        num_ranks=tree.islands,
+        has_way_back=True,
+        slices=tree.slices,
+    )
 
 
 def _shares(ids: Ids, tree: Tree) -> list[Ids]:
@@ -127,10 +143,6 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return _sum(values) / len(values)
 
 
-def _add_up(changes: Mapping[str, Sequence[Tensor]], step: int) -> Weights:
-    return {name: _sum(values) for name, values in changes.items()}
-
-
 class Agreement:
     """The rule between islands.
 
@@ -139,7 +151,7 @@ class Agreement:
         settings: the recipe's ``[replicas]``.
         islands: the parameters of each island by name, live.
         seed: of the run.
-        sum_changes: adds up what islands send; left out, in their order and without compression.
+        sums: how changes are summed, where they go compressed.
     """
 
     def __init__(
@@ -149,9 +161,9 @@ class Agreement:
         islands: Sequence[Mapping[str, Tensor]],
         *,
         seed: int,
-        sum_changes: SumChanges = _add_up,
+        sums: CompressedSums | None = None,
     ) -> None:
-        self.rule, self.settings, self.seed, self.sum_changes = rule, settings, seed, sum_changes
+        self.rule, self.settings, self.seed, self.sums = rule, settings, seed, sums
         self.islands = [{name: weight.detach() for name, weight in own.items()} for own in islands]
         self.names = sorted(self.islands[0])
         self.agreed = {name: self.islands[0][name].clone() for name in self.names}
@@ -210,6 +222,20 @@ class Agreement:
             self.since = 0
         return due
 
+    def memory(self, island: int) -> Weights:
+        """What an island remembers of changes that it could not send, by the names that captures use."""
+        found = self.sums.memory() if self.sums is not None else {}
+        return {f"optimizer/{key}": value for key, value in found.items() if owner_of(key) in (None, island)}
+
+    def _add_up(self, changes: Mapping[str, Sequence[Tensor]], step: int) -> Weights:
+        """What islands send, added in their order, by what of it goes through where it goes compressed."""
+        if self.sums is None:
+            return {name: _sum(values) for name, values in changes.items()}
+        sent = [{name: values[island] for name, values in changes.items()} for island in range(len(self.islands))]
+        found = dict(self.sums.sum(step, sent))
+        self.sums.commit()
+        return found
+
     def _changes(self, names: Sequence[str], step: int) -> tuple[Weights, list[int]]:
         """The mean of what islands have changed since they agreed, and the islands that are left out: a change that is not finite
         counts as nothing, and the others are divided by their number, or by their samples."""
@@ -227,8 +253,8 @@ class Agreement:
                 name: [change * (share / sum(shares)) for change, share in zip(changes, shares, strict=True)]
                 for name, changes in found.items()
             }
-            return dict(self.sum_changes(found, step)), missing
-        added = self.sum_changes(found, step)
+            return self._add_up(found, step), missing
+        added = self._add_up(found, step)
         return {name: one / (count - len(missing)) for name, one in added.items()}, missing
 
     def _round(self, step: int) -> Weights:
