@@ -80,6 +80,8 @@ class StepBatch:
     """Weight of this replica's part."""
     epoch: int = 0
     """That its samples are of."""
+    num_microbatches: int | None = None
+    """Of every replica in this step, where the batch is not short; None where the plan says it."""
 
 
 class Loader:
@@ -256,6 +258,7 @@ class Loader:
             total_weight=None if uniform is None else float(uniform * self._share.island_samples(part.num_samples)),
             local_weight=sum(microbatch.weight for microbatch in loaded),
             epoch=part.epoch,
+            num_microbatches=self._share.num_microbatches,
         )
 
     def _endless(self) -> Iterator[StepBatch]:

@@ -18,6 +18,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.batchschedule import most_microbatches
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
@@ -227,7 +228,7 @@ def _build_passes(
     if cut is None:
         wrapped, reduction = apply_to_objective(
             objective,
-            plan=parts.plan,
+            plan=replace(parts.plan, microbatches=most_microbatches(train, parts.plan)),
             mesh=parts.mesh,
             analysis=parts.analysis,
             layout=parts.layout,
@@ -267,6 +268,7 @@ def _build_passes(
         has_batch_norm=batchnorm.is_applied(objective.model),
         replicas=replicas_of(parts.plan, parts.mesh.channel(Axis.DATA)),
         status=status,
+        schedule_for=None if cut is None else lambda count: schedule_of(replace(parts.plan, microbatches=count)),
     )
 
 

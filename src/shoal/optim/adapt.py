@@ -19,6 +19,7 @@ from shoal.optim.config import OptimConfig
 
 _ADAM_LIKE = frozenset({"adam", "adamw", "adagrad", "lamb"})
 _LEAST_VARIANCE = 1e-6
+_MOST_LEVELS = 32
 
 
 def scaled(config: OptimConfig, global_batch: int) -> OptimConfig:
@@ -38,8 +39,22 @@ def scale_factor(config: OptimConfig, global_batch: int) -> float:
     """What ``optim.scale`` multiplies rates by for a batch of this size."""
     if config.scale == "none" or config.scale_base is None:
         return 1.0
-    ratio = global_batch / config.scale_base
-    return ratio if config.scale == "linear" else math.sqrt(ratio)
+    return growth_factor(config.scale, global_batch / config.scale_base)
+
+
+def growth_factor(scale: str, ratio: float) -> float:
+    """What a rule of ``optim.scale`` multiplies rates by for a batch that is ``ratio`` times another."""
+    if scale == "none":
+        return 1.0
+    return ratio if scale == "linear" else math.sqrt(ratio)
+
+
+def held_decay(decay: float, ratio: float) -> float:
+    """The decay that reaches back over as many samples with a batch of ``ratio`` times the size: ``decay ** ratio``.
+
+    Marek et al. 2025 (arXiv 2507.07101) hold the half-life of Adam's second moment constant in tokens.
+    """
+    return float(decay**ratio)
 
 
 def describe_scale(config: OptimConfig, global_batch: int) -> str | None:
@@ -90,6 +105,8 @@ class NoiseState:
     """What the averages are divided by to take the bias out; 0 before anything was measured."""
     progress: float = 0.0
     """Steps of the base batch that the steps so far are worth; only adascale reads it."""
+    level: int = 0
+    """How often ``train.batch_schedule`` "noise" has doubled the batch."""
 
     @property
     def is_known(self) -> bool:
@@ -234,6 +251,8 @@ def from_values(config: OptimConfig, values: Mapping[str, Any]) -> AdaptState:
     for name, value in known.items():
         is_number = type(value) in (int, float) and math.isfinite(value)
         is_absent = value is None and getattr(empty, name) is None
-        if not (is_number or is_absent) or (name == "factor" and value <= 0) or (name == "weight" and value < 0):
+        is_wrong = (name == "factor" and value is not None and value <= 0) or (name == "weight" and value < 0)
+        is_wrong |= name == "level" and not (type(value) is int and 0 <= value <= _MOST_LEVELS)
+        if not (is_number or is_absent) or is_wrong:
             raise RunError(f"the checkpoint's state of optim.adapt is none: {name} is {str(value)[:80]!r}")
     return replace(empty, **known)

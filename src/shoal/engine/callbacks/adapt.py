@@ -21,6 +21,7 @@ from shoal.core.errors import RequestError
 from shoal.core.events import RateAdapted
 from shoal.core.placement import Placement
 from shoal.data.loader import StepBatch
+from shoal.engine.batchschedule import batch_at, next_level
 from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -59,7 +60,7 @@ class Adapt(Hook):
     def __init__(self, optim: OptimConfig, train: TrainConfig, *, evaluate_every: int = 0) -> None:
         self._config, self._train, self._evaluate_every = optim, train, evaluate_every
         self._base = optim.scale_base or train.global_batch
-        self._scale = train.global_batch / self._base
+        self._batch = train.global_batch
         self._found = self._before = begin(optim)
         self._requests: LoopRequests | None = None
         self._meter: _ShareMeter | None = None
@@ -77,6 +78,15 @@ class Adapt(Hook):
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None where it is not measured, or not known yet."""
         return noise_scale(self._found, self._base) if isinstance(self._found, NoiseState) else None
+
+    @property
+    def level(self) -> int:
+        """How often ``train.batch_schedule`` "noise" has doubled the batch."""
+        return self._found.level if isinstance(self._found, NoiseState) else 0
+
+    @property
+    def _scale(self) -> float:
+        return self._batch / self._base
 
     @property
     def _gain(self) -> float:
@@ -102,6 +112,7 @@ class Adapt(Hook):
             rule=self._config.adapt,
             rate_factor=self.factor,
             noise_scale=self.noise_scale,
+            batch=batch_at(self._train, step, self.level),
             progress=self._found.progress if is_adascale and isinstance(self._found, NoiseState) else None,
         )
 
@@ -122,6 +133,7 @@ class Adapt(Hook):
 
     def on_step_start(self, step: int, batch: StepBatch) -> None:
         """See ``Hook``."""
+        self._batch = batch_at(self._train, step, self.level)
         if self._meter is not None:
             self._meter.begin(batch, is_on=step % self._config.adapt_every == 0)
 
@@ -143,6 +155,8 @@ class Adapt(Hook):
         """See ``Hook``. A step that was left out teaches nothing."""
         if self._meter is not None and isinstance(self._found, NoiseState):
             self._after_noise(self._found, result)
+            level = next_level(self._train, step + 1, self.level, self.noise_scale)
+            self._found = replace(self._found, level=level)
         if self._updates is not None:
             self._updates.note_update()
             if not result.is_taken:
@@ -193,7 +207,7 @@ class _ShareMeter:
 
     def __init__(self, model: HookedModel) -> None:
         self._mesh = model.mesh
-        self._num_own = model.plan.microbatches or 1
+        self._num_own = self._num_planned = model.plan.microbatches or 1
         self.measured: tuple[float, int] | None = None
         """``mean_square`` of the step under way, when it is known."""
         self._is_on = False
@@ -220,6 +234,7 @@ class _ShareMeter:
         """A step begins on this replica's part of its batch."""
         self._squares.clear()
         self.measured, self._is_on, self._share = None, is_on, 0
+        self._num_own = batch.num_microbatches or self._num_planned
         self._weights = [microbatch.weight for microbatch in batch.microbatches]
 
     def next_share(self) -> None:

@@ -2,6 +2,7 @@
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.engine.batchschedule import batch_problems
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 
@@ -15,7 +16,7 @@ def adapt_problems(optim: OptimConfig, train: TrainConfig, plan: Plan, *, evalua
         plan: resolved.
         evaluate_every: ``eval.every``.
     """
-    found = []
+    found = list(batch_problems(train, optim, plan))
     if plan.ps and optim.scale != "none":
         found.append(
             f"optim.scale {optim.scale} is not there with parameter servers, whose rules set step sizes by themselves; set "
