@@ -328,7 +328,7 @@ def _assemble(
         asynchronous=asynchronous,
         islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
-        needs_exact_norm=settings.optim.adapt == "adascale",
+        needs_exact_norm=settings.optim.adapt == "adascale" or settings.train.batch_schedule == "noise",
     )
     remember(assembled)
     for hook in assembled.hooks:

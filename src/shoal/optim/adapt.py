@@ -23,12 +23,15 @@ _MOST_LEVELS = 32
 
 
 def scaled(config: OptimConfig, global_batch: int) -> OptimConfig:
-    """The section with the rates that ``optim.scale`` makes of them for this batch, and nothing left to scale.
+    """The section with the rates, and the held decay, that follow for this batch, and nothing left to scale.
 
     Linear: Goyal et al. 2017, section 2.1, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. Rates
     of groups are scaled too.
     """
     factor = scale_factor(config, global_batch)
+    if config.hold_half_life and config.scale_base is not None:
+        held = held_decay(config.betas[1], global_batch / config.scale_base)
+        config = config.model_copy(update={"betas": (config.betas[0], held), "hold_half_life": False})
     if factor == 1.0:
         return config
     groups = tuple(one if one.lr is None else one.model_copy(update={"lr": one.lr * factor}) for one in config.groups)

@@ -51,14 +51,14 @@ class BatchGrowth:
     """
 
     def __init__(self, optim: OptimConfig, train: TrainConfig) -> None:
-        self._optim, self._first = optim, train.global_batch
+        self.optim, self._first = optim, train.global_batch
         self._base = optim.scale_base or train.global_batch
 
     def at(self, batch: int, optimizer: Optimizer) -> float:
         """What the rate is multiplied by at a step of this batch; the optimizer is given its decay."""
-        if self._optim.hold_half_life:
-            set_second_decay(optimizer, held_decay(self._optim.betas[1], batch / self._base))
-        return growth_factor(self._optim.scale, batch / self._first)
+        if self.optim.hold_half_life:
+            set_second_decay(optimizer, held_decay(self.optim.betas[1], batch / self._base))
+        return growth_factor(self.optim.scale, batch / self._first)
 
 
 def build_adapt(

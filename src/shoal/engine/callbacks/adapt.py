@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.trafficcounter import Traffic, TrafficCounts
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.events import RateAdapted
@@ -44,6 +45,8 @@ from shoal.optim.adapt import (
 )
 from shoal.optim.config import OptimConfig
 from shoal.parallel.gradnorm import fast_square, global_dot, global_norm
+
+_FLOAT64 = 8
 
 
 class Adapt(Hook):
@@ -177,6 +180,16 @@ class Adapt(Hook):
         self._found = replace(found, progress=progress)
         self._stop_if_over()
 
+    def forecast_traffic(self, num_rows: int) -> TrafficCounts:
+        """What the rule adds to the traffic of the step that was just taken, by axis and operation.
+
+        Args:
+            num_rows: of all whole trained parameters of the model.
+        """
+        if self._meter is not None:
+            return self._meter.forecast_traffic()
+        return {} if self._updates is None else self._updates.forecast_traffic(num_rows)
+
     def on_evaluation(self, step: int, found: Evaluation) -> None:
         """See ``Hook``."""
         if isinstance(self._found, BoldState) and found.split == "validation":
@@ -210,7 +223,7 @@ class _ShareMeter:
         self._num_own = self._num_planned = model.plan.microbatches or 1
         self.measured: tuple[float, int] | None = None
         """``mean_square`` of the step under way, when it is known."""
-        self._is_on = False
+        self._is_on = self._was_on = False
         self._share = 0
         self._weights: list[float] = []
         self._squares: dict[tuple[int, str], Tensor] = {}
@@ -234,6 +247,7 @@ class _ShareMeter:
         """A step begins on this replica's part of its batch."""
         self._squares.clear()
         self.measured, self._is_on, self._share = None, is_on, 0
+        self._was_on = is_on
         self._num_own = batch.num_microbatches or self._num_planned
         self._weights = [microbatch.weight for microbatch in batch.microbatches]
 
@@ -259,13 +273,24 @@ class _ShareMeter:
         total = max(1.0, math.fsum(weights))
         self.measured = mean_square([one / loss_scale**2 for one in squares], [weight / total for weight in weights])
 
+    def forecast_traffic(self) -> TrafficCounts:
+        """The sums of ``reduce`` in the step that was just taken."""
+        count = _FLOAT64 * self._mesh.degree(Axis.DATA) * self._num_own
+        sums = {Axis.TENSOR: count, Axis.DATA: 2 * count} if self._was_on else {}
+        return {
+            (axis.value, "all_reduce"): Traffic(calls=1, num_bytes=size)
+            for axis, size in sums.items()
+            if self._mesh.has(axis)
+        }
+
 
 class _LastUpdate:
     """What the last step subtracted from the weights that this rank updates."""
 
     def __init__(self, model: HookedModel) -> None:
         saved_names = {entry.parameter: name for name, entry in model.outline.items() if entry.parameter is not None}
-        self._norms = model.norms
+        self._norms, self._mesh = model.norms, model.mesh
+        self._is_sharded = model.plan.zero > 0
         self._weights = dict(model.reduction.updated)
         self._saved_names = {name: saved_names[name] for name in self._weights}
         self._placements = model.reduction.placements
@@ -293,6 +318,13 @@ class _LastUpdate:
         """A step has changed them, or was left out: then the last update is nothing."""
         for name, weight in self._weights.items():
             self._kept[name].sub_(weight)
+
+    def forecast_traffic(self, num_rows: int) -> TrafficCounts:
+        """Three exact sums a step, each of a number for every row, where tensors are cut."""
+        axes = [Axis.TENSOR, Axis.PIPELINE, *([Axis.DATA] if self._is_sharded else [])]
+        own = Traffic(calls=3, num_bytes=3 * _FLOAT64 * num_rows)
+        cut = [axis for axis in axes if self._mesh.has(axis)] if self._norms is not None else []
+        return {(axis.value, "all_reduce"): own for axis in cut}
 
     def forget(self) -> None:
         """There was no update."""

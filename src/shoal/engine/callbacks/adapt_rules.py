@@ -17,9 +17,10 @@ def adapt_problems(optim: OptimConfig, train: TrainConfig, plan: Plan, *, evalua
         evaluate_every: ``eval.every``.
     """
     found = list(batch_problems(train, optim, plan))
-    if plan.ps and optim.scale != "none":
+    if plan.ps and (optim.scale != "none" or optim.hold_half_life):
+        given = f"optim.scale {optim.scale}" if optim.scale != "none" else "optim.hold_half_life"
         found.append(
-            f"optim.scale {optim.scale} is not there with parameter servers, whose rules set step sizes by themselves; set "
+            f"{given} is not there with parameter servers, whose rules set step sizes by themselves; set "
             "optim.lr for this batch, or use a plan with dp"
         )
     if optim.adapt == "none":
