@@ -49,8 +49,8 @@ def next_level(train: TrainConfig, steps: int, level: int, noise_scale: float | 
     """The level of "noise" after so many steps: one more where a batch of twice the size is still not above the noise scale.
 
     Below the noise scale twice the samples save almost half of the steps, above it they save few (McCandlish et al. 2018, An
-    Empirical Model of Large-Batch Training, section 2.2). The batch never shrinks: the scale rises while the loss falls, and what
-    it seems to fall by is noise.
+    Empirical Model of Large-Batch Training); doubling as it grows is the batch warm-up of arXiv 2505.23971. The batch never
+    shrinks: the scale rises while the loss falls, and what it seems to fall by is noise.
     """
     batch = batch_at(train, steps, level)
     if train.batch_schedule != "noise" or steps % train.batch_every or noise_scale is None or 2 * batch > _limit(train):

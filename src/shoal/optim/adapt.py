@@ -25,8 +25,8 @@ _MOST_LEVELS = 32
 def scaled(config: OptimConfig, global_batch: int) -> OptimConfig:
     """The section with the rates, and the held decay, that follow for this batch, and nothing left to scale.
 
-    Linear: Goyal et al. 2017, section 2.1, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. Rates
-    of groups are scaled too.
+    Linear: the linear scaling rule of Goyal et al. 2017, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+    Rates of groups are scaled too.
     """
     factor = scale_factor(config, global_batch)
     if config.hold_half_life and config.scale_base is not None:
@@ -55,7 +55,7 @@ def growth_factor(scale: str, ratio: float) -> float:
 def held_decay(decay: float, ratio: float) -> float:
     """The decay that reaches back over as many samples with a batch of ``ratio`` times the size: ``decay ** ratio``.
 
-    Marek et al. 2025 (arXiv 2507.07101) hold the half-life of Adam's second moment constant in tokens.
+    arXiv 2507.07101 holds the half-life of Adam's second moment constant in tokens.
     """
     return float(decay**ratio)
 
@@ -120,8 +120,9 @@ class NoiseState:
 def after_shares(state: NoiseState, found: Shares, *, scale: float, smoothing: float) -> NoiseState:
     """The averages after one more step; unchanged where it cannot be measured.
 
-    McCandlish et al. 2018, appendix A.1, with batches of one share and of all; averages as in Kingma & Ba 2015, section 3, at
-    ``smoothing ** scale`` so that they reach back over as many samples with any batch (Qiao et al. 2021, AdaptDL).
+    McCandlish et al. 2018 (arXiv 1812.06162), with batches of one share and of all; averages without the bias of their beginning,
+    as in Kingma & Ba 2015, at ``smoothing ** scale`` so that they reach back over as many samples with any batch
+    (Qiao et al. 2021, AdaptDL).
 
     Args:
         state: before.
@@ -150,7 +151,7 @@ def averages(state: NoiseState) -> tuple[float, float]:
 
 
 def noise_scale(state: NoiseState, base_batch: float) -> float | None:
-    """The simple noise scale in samples (McCandlish et al. 2018, equation 2.9); None while it is not known.
+    """The simple noise scale in samples (B_simple of McCandlish et al. 2018); None while it is not known.
 
     A batch well below it wastes no sample, one well above it saves few steps.
     """
@@ -159,7 +160,7 @@ def noise_scale(state: NoiseState, base_batch: float) -> float | None:
 
 
 def gain(state: NoiseState, *, scale: float) -> float:
-    """AdaScale's gain, from 1 to ``scale`` (Johnson et al. 2020, AdaScale, algorithm 1); 1 while nothing is known."""
+    """AdaScale's gain, from 1 to ``scale`` (Johnson et al. 2020, AdaScale SGD); 1 while nothing is known."""
     if not state.is_known:
         return 1.0
     square, variance = averages(state)
