@@ -9,7 +9,9 @@ adds up the same parts. The data's position counts samples, so a change of the b
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.order import Position, take
@@ -63,6 +65,26 @@ def most_microbatches(train: TrainConfig, plan: Plan) -> int:
     return (plan.microbatches or 1) * max(all_batches(train)) // train.global_batch
 
 
+def batch_plans(train: TrainConfig, plan: Plan, micro_batch: int, axis: str) -> Iterator[Plan]:
+    """The plan of every batch but the first, with its microbatches, where the plan is a pipeline's.
+
+    Raises:
+        RequestError: whole microbatches of every replica do not make a batch up; says both numbers and the fix.
+    """
+    unit = plan.num_shares * micro_batch
+    for batch in all_batches(train)[1:]:
+        if batch % unit:
+            below, each = batch - batch % unit, batch // plan.num_shares
+            raise RequestError(
+                f"train.batch_schedule has a batch of {batch}, which is not a multiple of {unit}, {axis} {plan.num_shares} x the "
+                f"microbatch of {micro_batch} samples that the run keeps; set it to "
+                f"{' or '.join(str(size) for size in (below, below + unit) if size)}, or set train.micro_batch to "
+                f"{math.gcd(each, micro_batch) if batch % plan.num_shares == 0 else 1}"
+            )
+        if plan.pp > 1:
+            yield replace(plan, microbatches=batch // unit)
+
+
 def count_scheduled_steps(train: TrainConfig, *, num_samples: int, target: Position) -> int:
     """Steps until the data is at ``target`` or beyond it."""
     position, steps = Position(), 0
@@ -72,11 +94,11 @@ def count_scheduled_steps(train: TrainConfig, *, num_samples: int, target: Posit
     return steps
 
 
-def describe_batches(train: TrainConfig, micro_batch: int) -> str | None:
+def describe_batches(train: TrainConfig) -> str | None:
     """The schedule for people; None where the batch stays what it is."""
     if train.batch_schedule is None:
         return None
-    how = f"in microbatches of {micro_batch} samples throughout"
+    how = "in more microbatches of the same size"
     if train.batch_schedule == "noise":
         return (
             f"train.batch_schedule noise: {train.global_batch} samples a step, doubled up to {_limit(train)} as the gradient "

@@ -19,7 +19,7 @@ class StepRate:
     """The rate of one step; a function that the engine asks when the step's gradient is known, because a rule may follow it."""
 
     def __init__(
-        self, settings: Settings, progress: Progress, total_steps: int, adapt: Adapt | None, *, growth: float = 1.0
+        self, settings: Settings, progress: Progress, total_steps: int, adapt: Adapt | None, growth: float = 1.0
     ) -> None:
         step = progress.step if adapt is None else adapt.schedule_step(progress.step)
         self._adapt = adapt
@@ -54,7 +54,7 @@ class BatchGrowth:
         self.optim, self._first = optim, train.global_batch
         self._base = optim.scale_base or train.global_batch
 
-    def at(self, batch: int, optimizer: Optimizer) -> float:
+    def __call__(self, batch: int, optimizer: Optimizer) -> float:
         """What the rate is multiplied by at a step of this batch; the optimizer is given its decay."""
         if self.optim.hold_half_life:
             set_second_decay(optimizer, held_decay(self.optim.betas[1], batch / self._base))
@@ -62,10 +62,10 @@ class BatchGrowth:
 
 
 def build_adapt(
-    optim: OptimConfig, train: TrainConfig, evaluate_every: int, micro_batch: int, reporter: Reporter
+    optim: OptimConfig, train: TrainConfig, evaluate_every: int, reporter: Reporter
 ) -> tuple[Adapt | None, BatchGrowth]:
     """The rule of ``optim.adapt``, None without one, and that of growing batches. Prints the derived rates and batches."""
-    for line in (describe_scale(optim, train.global_batch), describe_batches(train, micro_batch)):
+    for line in (describe_scale(optim, train.global_batch), describe_batches(train)):
         reporter.tell(*([line] if line else ()))
     adapt = None if optim.adapt == "none" else Adapt(optim, train, evaluate_every=evaluate_every)
     return adapt, BatchGrowth(optim, train)

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.compressrule import CompressRule
 from shoal.core.seeding import derive_key
 from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
     Ids,
@@ -44,7 +46,9 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     """
     rule = SyncRule.parse(tree.sync)
     islands = [build_reference(case) for _ in range(tree.islands)]
-    agreement = Agreement(rule, tree.settings, [dict(one.named) for one in islands], seed=case.seed)
+    agreement = Agreement(
+        rule, tree.settings, [dict(one.named) for one in islands], seed=case.seed, sums=_build_sums(islands[0], tree)
+    )
     recorders = [Recorder(folder, f"reference-{number}") for number in range(tree.islands)]
     initial = {name: parameter.detach().clone() for name, parameter in islands[0].named}
     for step, ids in enumerate(global_batches(islands[0])):
@@ -69,11 +73,27 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
             _average_statistics(islands)
         for number, one in enumerate(islands):
             captured[number] |= model_tensors(one.named, one.optimizer, saved_buffers(one.model))
+            captured[number] |= agreement.memory(number)
             recorders[number].add(loss=found[number][0], norm=norms[number], skipped=False, tensors=captured[number])
     for recorder, one in zip(recorders, islands, strict=True):
         recorder.close(flat=None, movement=measure_movement(one, initial), narrow=narrow_weights(one, tree))
     assert_alone()
     return {"flat": None}
+
+
+def _build_sums(island: ReferenceModel, tree: Tree) -> CompressedSums | None:
+    """How changes go between islands; None where they go as they are."""
+    if tree.compress is None:
+        return None
+    return CompressedSums(
+        CompressRule.parse(tree.compress),
+        tree.compression,
+        {name: tuple(parameter.shape) for name, parameter in island.named},
+        seed=island.case.seed,
+        num_ranks=tree.islands,
+        has_way_back=True,
+        slices=tree.slices,
+    )
 
 
 def _shares(ids: Ids, tree: Tree) -> list[Ids]:
@@ -129,12 +149,19 @@ class Agreement:
         settings: the recipe's ``[replicas]``.
         islands: the parameters of each island by name, live.
         seed: of the run.
+        sums: how changes are summed, where they go compressed.
     """
 
     def __init__(
-        self, rule: SyncRule, settings: Mapping[str, Any], islands: Sequence[Mapping[str, Tensor]], *, seed: int
+        self,
+        rule: SyncRule,
+        settings: Mapping[str, Any],
+        islands: Sequence[Mapping[str, Tensor]],
+        *,
+        seed: int,
+        sums: CompressedSums | None = None,
     ) -> None:
-        self.rule, self.settings, self.seed = rule, settings, seed
+        self.rule, self.settings, self.seed, self.sums = rule, settings, seed, sums
         self.islands = [{name: weight.detach() for name, weight in own.items()} for own in islands]
         self.names = sorted(self.islands[0])
         self.agreed = {name: self.islands[0][name].clone() for name in self.names}
@@ -183,9 +210,19 @@ class Agreement:
             self.since = 0
         return due
 
-    def _change(self, name: str) -> Tensor:
-        """The mean of what islands have changed since they agreed."""
-        return _mean([self.agreed[name] - own[name] for own in self.islands])
+    def memory(self, island: int) -> Weights:
+        """What an island remembers of changes that it could not send, by the names that captures use."""
+        found = self.sums.memory() if self.sums is not None else {}
+        return {f"optimizer/{key}": value for key, value in found.items() if owner_of(key) in (None, island)}
+
+    def _change(self, name: str, step: int) -> Tensor:
+        """The mean of what islands have changed since they agreed, by what they send of it."""
+        changes = [self.agreed[name] - own[name] for own in self.islands]
+        if self.sums is None:
+            return _mean(changes)
+        total = self.sums.sum(step, [{name: change} for change in changes])[name]
+        self.sums.commit()
+        return total / len(changes)
 
     def _take_agreed(self, name: str) -> None:
         for own in self.islands:
@@ -195,7 +232,7 @@ class Agreement:
         if not self._is_round(step, lr):
             return False
         for name in self.names:
-            self.agreed[name] = self.agreed[name] - self._change(name)
+            self.agreed[name] = self.agreed[name] - self._change(name, step)
             self._take_agreed(name)
         return True
 
@@ -209,7 +246,7 @@ class Agreement:
         if not self._is_round(step, lr):
             return False
         for name in self.names:
-            self._nesterov(name, self._change(name))
+            self._nesterov(name, self._change(name, step))
             self._take_agreed(name)
         return True
 
@@ -217,7 +254,7 @@ class Agreement:
         if not self._is_round(step, lr):
             return False
         for name in self.names:
-            self.momentum[name] = self.settings["slow_momentum"] * self.momentum[name] + self._change(name) / lr
+            self.momentum[name] = self.settings["slow_momentum"] * self.momentum[name] + self._change(name, step) / lr
             self.agreed[name] = self.agreed[name] - (self.settings["slow_lr"] * lr) * self.momentum[name]
             self._take_agreed(name)
         return True
@@ -241,7 +278,7 @@ class Agreement:
             names = self.names[fragment::count]
             first = period + fragment * (period // count)
             if step + 1 >= first and (step + 1 - first) % period == 0:
-                self.in_flight |= {name: self._change(name) for name in names}
+                self.in_flight |= {name: self._change(name, step) for name in names}
             if step + 1 - delay >= first and (step + 1 - delay - first) % period == 0:
                 for name in names:
                     self._nesterov(name, self.in_flight.pop(name))
