@@ -1,5 +1,7 @@
 """Rates that adapt, on several ranks: each rule finds what one process finds, and goes on after a resume as if never stopped."""
 
+import json
+
 import pytest
 
 from shoal.core.plan import Plan
@@ -17,9 +19,10 @@ RECIPE = {
 }
 
 
-def train(world, plan, rule, folder=None, stop_after=99, resume=False):
-    optim = {"name": "momentum", "lr": 0.05, "adapt": rule, "scale_base": 2}
-    recipe = Recipe.model_validate({**RECIPE, "optim": optim})
+def train(world, plan, rule, folder=None, stop_after=99, resume=False, changed=None):
+    length = {**RECIPE["train"], **(changed or {})}
+    optim = {"name": "momentum", "lr": length.pop("lr", 0.05), "adapt": rule, "scale_base": 2}
+    recipe = Recipe.model_validate({**RECIPE, "optim": optim, "train": length})
     model, loss, data = build_parts(recipe)
     sections = {"train": recipe.train, "optim": recipe.optim, "evaluation": recipe.eval}
     trainer = Trainer(
@@ -34,12 +37,20 @@ def train(world, plan, rule, folder=None, stop_after=99, resume=False):
         resume=resume,
     )
     with trainer:
-        rates = []
-        for done in trainer.training_steps():
+        rates, sums = [], 0
+        running = trainer.training_steps()
+        while True:
+            with trainer.mesh.traffic.counting() as counts:
+                done = next(running, None)
+            if done is None:
+                break
+            sums = {key: (one.calls, one.num_bytes) for key, one in counts.items()} if done.step == 1 else sums
             rates.append(done.lr)
             if done.step == stop_after:
                 trainer.request_stop("test")
-        return {"rates": rates, "state": dict(trainer.adapt.state()), "weights": trainer.hash_weights()}
+        state = {} if trainer.adapt is None else dict(trainer.adapt.state())
+        found = {"rates": rates, "state": state, "weights": trainer.hash_weights()}
+        return {**found, "sums": sums} if (changed or {}).get("watch_every") == 0 else found
 
 
 @pytest.mark.parametrize("rule", ["noise", "adascale", "bold", "hyper"])
@@ -74,3 +85,50 @@ def test_a_resumed_run_ends_as_the_one_that_was_left_alone(rule, tmp_path):
     assert again["state"] == whole["state"]
     assert again["weights"] == whole["weights"]
     assert again["rates"] == whole["rates"][-len(again["rates"]) :]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rule", ["bold", "hyper"])
+def test_a_pipeline_follows_and_resumes_a_rule_as_one_process_does(rule, tmp_path):
+    alone = run_on_ranks(train, 1, "dp=1 microbatches=2", rule)[0]
+    plan = "pp=2 microbatches=2"
+    assert run_on_ranks(train, 2, plan, rule)[0] == alone
+    run_on_ranks(train, 2, plan, rule, str(tmp_path / "cut"), 3)
+    again = run_on_ranks(train, 2, plan, rule, str(tmp_path / "cut"), 99, True)[0]
+    assert again["state"] == alone["state"] and again["weights"] == alone["weights"]
+
+
+@pytest.mark.soak
+def test_rolling_back_takes_the_bold_driver_back_too(tmp_path):
+    """Steps that are left out lead back to a checkpoint: the factor is that of the checkpoint, and evaluations count once."""
+    spiky = {"spike": 1.0001, "rollback_after": 2, "steps": 12, "lr": 3.0}
+    both = run_on_ranks(train, 2, "dp=2", "bold", str(tmp_path / "two"), 99, False, spiky)
+    alone = run_on_ranks(train, 1, "dp=1 microbatches=2", "bold", str(tmp_path / "one"), 99, False, spiky)[0]
+    assert both[0] == both[1] == alone
+    events = [json.loads(line) for line in (tmp_path / "two" / "events" / "rank-000.jsonl").read_text().splitlines()]
+    places = [place for place, event in enumerate(events) if event["kind"] == "rolled_back"]
+    assert places, "the run went back"
+    kept = {event["step"]: event["rate_factor"] for event in events[: places[0]] if event["kind"] == "adapted"}
+    after = next(event for event in events[places[0] :] if event["kind"] == "adapted")
+    assert after["rate_factor"] == kept[events[places[0]]["to_step"]]
+
+
+@pytest.mark.soak
+def test_float16_measures_the_gradient_without_its_loss_scale():
+    short, half = ({"precision": name, "steps": 4} for name in ("float32", "float16"))
+    plain = run_on_ranks(train, 2, "dp=2", "noise", None, 99, False, short)[0]["state"]
+    scaled = run_on_ranks(train, 2, "dp=2", "noise", None, 99, False, half)[0]["state"]
+    assert scaled["variance"] / scaled["weight"] == pytest.approx(plain["variance"] / plain["weight"], rel=0.2)
+
+
+def test_measuring_the_noise_costs_one_small_message_a_step():
+    """Two float64 for each microbatch of all replicas, in one sum along dp; nothing else crosses that would not without it."""
+    quiet = {"steps": 2, "watch_every": 0}
+    with_it = run_on_ranks(train, 2, "dp=2 microbatches=2", "noise", None, 99, False, quiet)[0]["sums"]
+    without = run_on_ranks(train, 2, "dp=2 microbatches=2", "none", None, 99, False, quiet)[0]["sums"]
+    key = ("dp", "all_reduce")
+    assert {name: one for name, one in with_it.items() if name != key} == {
+        name: one for name, one in without.items() if name != key
+    }
+    calls, num_bytes = without.get(key, (0, 0))
+    assert with_it[key] == (calls + 1, num_bytes + 2 * 8 * 4)

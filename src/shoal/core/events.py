@@ -229,6 +229,8 @@ class RateAdapted(Event):
     """What the rate of the next step is multiplied by."""
     noise_scale: float | None = None
     """The gradient noise scale, in samples; None where it is not measured, or not known yet."""
+    batch: int | None = None
+    """Samples of the next step; None in runs that were recorded before it could change."""
     progress: float | None = None
     """Under adascale: steps of the base batch that the steps so far are worth."""
 

@@ -82,6 +82,8 @@ class StepBatch:
     """That its samples are of."""
     island_samples: int = 0
     """Samples of this replica's island: all of them, where the run is one."""
+    num_microbatches: int | None = None
+    """Of every replica in this step, where the batch is not short; None where the plan says it."""
 
 
 class Loader:
@@ -259,6 +261,7 @@ class Loader:
             local_weight=sum(microbatch.weight for microbatch in loaded),
             epoch=part.epoch,
             island_samples=own,
+            num_microbatches=self._share.num_microbatches,
         )
 
     def _endless(self) -> Iterator[StepBatch]:

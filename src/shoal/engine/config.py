@@ -1,6 +1,7 @@
 """The ``[train]`` section of a recipe, and the settings that a parallel model is built by."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -29,6 +30,12 @@ class TrainConfig(Config):
     """Samples per step over all replicas."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Samples per forward pass; the replica's share of a step is worked off in as many passes as that takes."""
+    batch_schedule: Literal["noise"] | tuple[tuple[int, int], ...] | None = None
+    """The global batch from a step on, such as [[0, 64], [2000, 128]], or noise: doubled as the gradient noise scale grows."""
+    batch_every: int = Field(default=100, ge=1)
+    """Steps between decisions of batch_schedule noise."""
+    batch_limit: int | None = Field(default=None, ge=1)
+    """Largest global batch that batch_schedule noise may come to; 16 times global_batch when left out."""
     seed: int = Field(default=1, ge=0)
     """Decides initial weights, sample order and dropout, the same on any number of processes."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -55,6 +62,52 @@ class TrainConfig(Config):
     """End training when a metric of the validation split no longer gets better."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads per process; derived from the cores and the number of processes when left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _begins_with_the_schedule(cls, values: Any) -> Any:
+        """The first batch of a schedule is the global batch, where that is not given too."""
+        if not isinstance(values, dict) or values.get("global_batch") is not None:
+            return values
+        given = values.get("batch_schedule")
+        if isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple) and len(given[0]) == 2:
+            return {**values, "global_batch": given[0][1]}
+        return values
+
+    @field_validator("batch_schedule", mode="before")
+    @classmethod
+    def _is_a_schedule(cls, given: Any) -> Any:
+        if given is None or given == "noise":
+            return given
+        is_list = isinstance(given, list | tuple) and len(given) > 0
+        if not is_list or not all(
+            isinstance(one, list | tuple) and len(one) == 2 and all(type(number) is int for number in one)
+            for one in given
+        ):
+            raise ValueError(
+                f'{given!r} is none; give a list of [step, batch] such as [[0, 64], [2000, 128]], or "noise"'
+            )
+        firsts, batches = [one[0] for one in given], [one[1] for one in given]
+        if firsts[0] != 0 or any(later <= earlier for earlier, later in pairwise(firsts)):
+            raise ValueError(f"steps {firsts} must begin with 0 and rise; give such as [[0, 64], [2000, 128]]")
+        if min(batches) < 1:
+            raise ValueError(f"a batch of {min(batches)} samples is none; give 1 or more")
+        return given
+
+    @model_validator(mode="after")
+    def _batches_agree(self) -> "TrainConfig":
+        schedule = self.batch_schedule
+        if schedule is not None and schedule != "noise" and schedule[0][1] != self.global_batch:
+            raise ValueError(
+                f"global_batch {self.global_batch} and the first batch of batch_schedule, {schedule[0][1]}, are both the batch "
+                "of the first step; leave global_batch out, or make them equal"
+            )
+        if self.batch_limit is not None and self.batch_limit < self.global_batch:
+            raise ValueError(
+                f"batch_limit {self.batch_limit} is below global_batch {self.global_batch}, which batch_schedule noise begins "
+                "with; raise it, or lower global_batch"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

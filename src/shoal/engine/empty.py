@@ -71,8 +71,9 @@ class Filler:
         """This replica's microbatches, with empty ones at the end where a forward pass waits for every replica at every index."""
         if self.microbatch is None:
             return batch.microbatches
+        count = batch.num_microbatches or self.num_microbatches
         # A schedule has a fixed number of microbatches; elsewhere replicas only have to be in step.
-        wanted = self.num_microbatches if self.is_pipeline else min(self.num_microbatches, batch.num_samples)
+        wanted = count if self.is_pipeline else min(count, batch.num_samples)
         return batch.microbatches + (self.microbatch,) * (wanted - len(batch.microbatches))
 
 

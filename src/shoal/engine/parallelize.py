@@ -19,6 +19,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.batchschedule import most_microbatches
 from shoal.engine.compression import SavedSums
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
@@ -239,7 +240,7 @@ def _build_passes(
     if cut is None:
         wrapped, reduction = apply_to_objective(
             objective,
-            plan=parts.plan,
+            plan=replace(parts.plan, microbatches=most_microbatches(train, parts.plan)),
             mesh=parts.mesh,
             analysis=parts.analysis,
             layout=parts.layout,
@@ -281,6 +282,7 @@ def _build_passes(
         has_batch_norm=batchnorm.is_applied(objective.model),
         replicas=replicas_of(parts.plan, parts.mesh.channel(Axis.DATA)),
         status=status,
+        schedule_for=None if cut is None else lambda count: schedule_of(replace(parts.plan, microbatches=count)),
     )
 
 
@@ -355,7 +357,7 @@ def _assemble(
         islands=_build_islands(parts, passes, outline, settings, optimizer) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
         saved_sums=_save_sums(passes.reduction, outline),
-        needs_exact_norm=settings.optim.adapt == "adascale",
+        needs_exact_norm=settings.optim.adapt == "adascale" or settings.train.batch_schedule == "noise",
     )
     remember(assembled)
     for hook in assembled.hooks:

@@ -22,6 +22,7 @@ from shoal.parallel import batchnorm
 from shoal.parallel.data import Reduction
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey
+from shoal.schedules.schedule import Schedule
 from shoal.telemetry.statusboard import RankStatus
 
 
@@ -48,6 +49,8 @@ class Passes:
     """Where the supervisor looks; None when nobody supervises."""
     replicas: Replicas = ALONE
     """Who a loss over the global batch is computed with."""
+    schedule_for: Callable[[int], Schedule] | None = None
+    """The schedule of a pipeline's step of so many microbatches; None without a pipeline."""
 
     def accumulate(
         self, batch: StepBatch, *, step: int, scale: float = 1.0, reduce: bool = True
@@ -90,6 +93,9 @@ class Passes:
     ) -> torch.Tensor | float:
         microbatches = self.filler.fill(batch)
         count = len(microbatches)
+        if count != runtime.schedule.grid.num_microbatches:
+            assert self.schedule_for is not None, "a pipeline's passes know their schedules"
+            runtime.follow(self.schedule_for(count))
         shares = [microbatch.weight / total for microbatch in microbatches]
         feed = self.feed(microbatches, shares=shares, steps=[step] * count, indices=range(count), scale=scale)
         with gathering(self.replicas):

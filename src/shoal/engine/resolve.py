@@ -15,7 +15,9 @@ from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
+from shoal.data.order import Position
 from shoal.data.spec import UNKNOWN_LENGTH
+from shoal.engine.batchschedule import all_batches, batch_plans, count_scheduled_steps
 from shoal.engine.config import Settings, TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples
@@ -234,10 +236,16 @@ def resolve_plan(train: TrainConfig, plan: Plan, *, sizes: Sequence[float] | Non
             f"train.micro_batch {micro_batch} x microbatches {count} = {micro_batch * count}, "
             f"but a replica has {share} samples per step; leave one of them out"
         )
-    size = micro_batch if micro_batch is not None else share // count if count is not None else share
+    if micro_batch is None and count is None and all(batch % replicas == 0 for batch in all_batches(train)):
+        share_of_all = math.gcd(*(batch // replicas for batch in all_batches(train)))
+    else:
+        share_of_all = share
+    size = micro_batch if micro_batch is not None else share // count if count is not None else share_of_all
     plan = replace(plan, microbatches=share // size)
     if plan.pp > 1:
         schedule_of(plan)
+    for larger in batch_plans(train, plan, size, axis):
+        schedule_of(larger)
     return ResolvedPlan(plan=plan, micro_batch=size)
 
 
@@ -282,6 +290,10 @@ def count_steps(train: TrainConfig, *, num_samples: int, tokens_per_sample: int)
             "the training data is an iterable dataset that does not say its length, so train.epochs and train.tokens cannot be "
             "counted in steps; set train.steps, or give the dataset __len__"
         )
+    if train.batch_schedule is not None:
+        samples = (train.tokens or 0) / tokens_per_sample if train.epochs is None else train.epochs * num_samples
+        epoch, offset = divmod(math.ceil(round(samples, 6)), num_samples)
+        return count_scheduled_steps(train, num_samples=num_samples, target=Position(epoch=epoch, offset=offset))
     steps_per_epoch = math.ceil(num_samples / train.global_batch)
     if train.epochs is not None:
         whole, part = divmod(train.epochs, 1)

@@ -19,15 +19,19 @@ from shoal.optim.config import OptimConfig
 
 _ADAM_LIKE = frozenset({"adam", "adamw", "adagrad", "lamb"})
 _LEAST_VARIANCE = 1e-6
+_MOST_LEVELS = 32
 
 
 def scaled(config: OptimConfig, global_batch: int) -> OptimConfig:
-    """The section with the rates that ``optim.scale`` makes of them for this batch, and nothing left to scale.
+    """The section with the rates, and the held decay, that follow for this batch, and nothing left to scale.
 
-    Linear: Goyal et al. 2017, section 2.1, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. Rates
-    of groups are scaled too.
+    Linear: the linear scaling rule of Goyal et al. 2017, for SGD. Square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+    Rates of groups are scaled too.
     """
     factor = scale_factor(config, global_batch)
+    if config.hold_half_life and config.scale_base is not None:
+        held = held_decay(config.betas[1], global_batch / config.scale_base)
+        config = config.model_copy(update={"betas": (config.betas[0], held), "hold_half_life": False})
     if factor == 1.0:
         return config
     groups = tuple(one if one.lr is None else one.model_copy(update={"lr": one.lr * factor}) for one in config.groups)
@@ -38,8 +42,22 @@ def scale_factor(config: OptimConfig, global_batch: int) -> float:
     """What ``optim.scale`` multiplies rates by for a batch of this size."""
     if config.scale == "none" or config.scale_base is None:
         return 1.0
-    ratio = global_batch / config.scale_base
-    return ratio if config.scale == "linear" else math.sqrt(ratio)
+    return growth_factor(config.scale, global_batch / config.scale_base)
+
+
+def growth_factor(scale: str, ratio: float) -> float:
+    """What a rule of ``optim.scale`` multiplies rates by for a batch that is ``ratio`` times another."""
+    if scale == "none":
+        return 1.0
+    return ratio if scale == "linear" else math.sqrt(ratio)
+
+
+def held_decay(decay: float, ratio: float) -> float:
+    """The decay that reaches back over as many samples with a batch of ``ratio`` times the size: ``decay ** ratio``.
+
+    arXiv 2507.07101 holds the half-life of Adam's second moment constant in tokens.
+    """
+    return float(decay**ratio)
 
 
 def describe_scale(config: OptimConfig, global_batch: int) -> str | None:
@@ -90,6 +108,8 @@ class NoiseState:
     """What the averages are divided by to take the bias out; 0 before anything was measured."""
     progress: float = 0.0
     """Steps of the base batch that the steps so far are worth; only adascale reads it."""
+    level: int = 0
+    """How often ``train.batch_schedule`` "noise" has doubled the batch."""
 
     @property
     def is_known(self) -> bool:
@@ -100,8 +120,9 @@ class NoiseState:
 def after_shares(state: NoiseState, found: Shares, *, scale: float, smoothing: float) -> NoiseState:
     """The averages after one more step; unchanged where it cannot be measured.
 
-    McCandlish et al. 2018, appendix A.1, with batches of one share and of all; averages as in Kingma & Ba 2015, section 3, at
-    ``smoothing ** scale`` so that they reach back over as many samples with any batch (Qiao et al. 2021, AdaptDL).
+    McCandlish et al. 2018 (arXiv 1812.06162), with batches of one share and of all; averages without the bias of their beginning,
+    as in Kingma & Ba 2015, at ``smoothing ** scale`` so that they reach back over as many samples with any batch
+    (Qiao et al. 2021, AdaptDL).
 
     Args:
         state: before.
@@ -130,7 +151,7 @@ def averages(state: NoiseState) -> tuple[float, float]:
 
 
 def noise_scale(state: NoiseState, base_batch: float) -> float | None:
-    """The simple noise scale in samples (McCandlish et al. 2018, equation 2.9); None while it is not known.
+    """The simple noise scale in samples (B_simple of McCandlish et al. 2018); None while it is not known.
 
     A batch well below it wastes no sample, one well above it saves few steps.
     """
@@ -139,7 +160,7 @@ def noise_scale(state: NoiseState, base_batch: float) -> float | None:
 
 
 def gain(state: NoiseState, *, scale: float) -> float:
-    """AdaScale's gain, from 1 to ``scale`` (Johnson et al. 2020, AdaScale, algorithm 1); 1 while nothing is known."""
+    """AdaScale's gain, from 1 to ``scale`` (Johnson et al. 2020, AdaScale SGD); 1 while nothing is known."""
     if not state.is_known:
         return 1.0
     square, variance = averages(state)
@@ -234,6 +255,8 @@ def from_values(config: OptimConfig, values: Mapping[str, Any]) -> AdaptState:
     for name, value in known.items():
         is_number = type(value) in (int, float) and math.isfinite(value)
         is_absent = value is None and getattr(empty, name) is None
-        if not (is_number or is_absent) or (name == "factor" and value <= 0) or (name == "weight" and value < 0):
+        is_wrong = (name == "factor" and value is not None and value <= 0) or (name == "weight" and value < 0)
+        is_wrong |= name == "level" and not (type(value) is int and 0 <= value <= _MOST_LEVELS)
+        if not (is_number or is_absent) or is_wrong:
             raise RunError(f"the checkpoint's state of optim.adapt is none: {name} is {str(value)[:80]!r}")
     return replace(empty, **known)

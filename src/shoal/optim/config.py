@@ -86,6 +86,8 @@ class OptimConfig(Config):
     """How the rate follows the batch: times global_batch / scale_base (linear, for sgd), or its root (sqrt, for adam)."""
     scale_base: int | None = Field(default=None, ge=1)
     """The global batch, in samples, that ``lr`` was tuned for; for scale and adascale."""
+    hold_half_life: bool = False
+    """Let betas[1] reach back over as many samples with any batch: to the power of batch / scale_base, or / the first batch."""
     adapt: AdaptName = "none"
     """What the rate follows besides: noise only measures the gradient noise scale; adascale, bold (validation loss), hyper."""
     adapt_every: int = Field(default=1, ge=1)
@@ -166,6 +168,15 @@ class OptimConfig(Config):
         if self.adapt == "adascale" and self.scale != "none":
             raise ValueError(
                 f"adapt adascale and scale {self.scale} would both multiply the rate for the batch; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _holds_what_it_has(self) -> "OptimConfig":
+        if self.hold_half_life and self.name not in ("adam", "adamw", "lamb"):
+            raise ValueError(
+                f"hold_half_life is of the second moment, which {self.name} has none of here; use adam, adamw or lamb, or "
+                "leave it out"
             )
         return self
 

@@ -71,6 +71,12 @@ def set_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group[_FACTOR] if _FACTOR in group else lr
 
 
+def set_second_decay(optimizer: Optimizer, decay: float) -> None:
+    """Give every group of Adam or its kin this decay of the second moment."""
+    for group in optimizer.param_groups:
+        group["betas"] = (group["betas"][0], decay)
+
+
 def freeze(model: nn.Module, config: OptimConfig) -> None:
     """Take the parameters that ``optim.groups`` freezes out of training.
 

@@ -108,7 +108,6 @@ class Runtime:
             observe: told of every action.
         """
         self.chain = chain
-        self.schedule = schedule
         self.rank = rank
         self.p2p = p2p
         self.sums = sums
@@ -118,11 +117,16 @@ class Runtime:
         """What this rank does now; None between steps."""
         self.observe = observe
         self._first = 0
+        self.follow(schedule)
+
+    def follow(self, schedule: Schedule) -> None:
+        """Do from the next step on what this schedule says: one of as many stages on the same ranks."""
+        self.schedule = schedule
         self._grid = schedule.grid
         self._made, self._needed = row_places(schedule)
-        self._posted = receives_by_cell(schedule, rank)
+        self._posted = receives_by_cell(schedule, self.rank)
         self._split = {
-            (action.stage, action.microbatch) for action in schedule.actions(rank) if action.kind is Kind.INPUT
+            (action.stage, action.microbatch) for action in schedule.actions(self.rank) if action.kind is Kind.INPUT
         }
 
     def step(self, feed: Feed, *, first: int = 0) -> dict[int, Tensor]:

@@ -24,10 +24,11 @@ from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
-from shoal.data.loader import Loader, StepBatch
+from shoal.data.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.batchschedule import batch_at
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -55,6 +56,7 @@ from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
+from shoal.trainer.batches import Batches
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
@@ -127,7 +129,7 @@ class Trainer:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            self.adapt = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
+            self.adapt, self.growth = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
             self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
@@ -211,18 +213,14 @@ class Trainer:
 
     def _signed(self, progress: Progress) -> Progress:
         """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
-        if self.engine.asynchronous is None:
+        if (pipeline := self.engine.asynchronous) is None:
             return progress
-        return replace(
-            progress, async_signature=self.engine.asynchronous.signature, async_start=self.engine.asynchronous.start
-        )
+        return replace(progress, async_signature=pipeline.signature, async_start=pipeline.start)
 
     def _state_at(self, progress: Progress) -> RankState:
         """This rank's state as it will be when the run goes on from there, to be written to."""
-        if self.engine.asynchronous is not None:
-            self.engine.asynchronous.resume_at(
-                progress.step, signature=progress.async_signature, start=progress.async_start
-            )
+        if (pipeline := self.engine.asynchronous) is not None:
+            pipeline.resume_at(progress.step, signature=progress.async_signature, start=progress.async_start)
         return self.engine.state(progress.step)
 
     @property
@@ -302,21 +300,26 @@ class Trainer:
         self.reporter.tell(*(self.engine.describe() if asks_the_model(self.plan) else ()))
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
-    def _open_loader(self) -> Loader:
-        return Loader(
+    @property
+    def batch(self) -> int:
+        """Samples of the next step, where its epoch has as many left."""
+        return batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+
+    def _open_loader(self) -> Batches:
+        return Batches(
             self.data.train,
-            global_batch=self.settings.train.global_batch,
+            batch=lambda: self.batch,
+            position=self.progress.position,
             micro_batch=self.setup.micro_batch,
             replica=self.engine.mesh.replica,
             num_replicas=self.plan.num_shares,
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
-            position=self.progress.position,
             prefetch=self.prefetch,
             workers=self.workers,
         )
 
-    def _train_one(self, loader: Loader) -> StepDone:
+    def _train_one(self, loader: Batches) -> StepDone:
         started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         batch = loader.next()
@@ -324,9 +327,9 @@ class Trainer:
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
-        limit, lr = (
-            loss_limit(recovery, self.settings.train),
-            StepRate(self.settings, self.progress, self.total_steps, self.adapt),
+        limit = loss_limit(recovery, self.settings.train)
+        lr = StepRate(
+            self.settings, self.progress, self.total_steps, self.adapt, self.growth(self.batch, self.optimizer)
         )
         result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
@@ -340,7 +343,7 @@ class Trainer:
         self._after_step(done, result)
         return done
 
-    def _train_window(self, loader: Loader, pipeline: AsyncPipeline) -> Iterator[StepDone]:
+    def _train_window(self, loader: Batches, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
         started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
@@ -369,10 +372,10 @@ class Trainer:
             self._after_step(done, result)
             yield done
 
-    def _look_for_draws(self, loader: Loader) -> None:
+    def _look_for_draws(self, loader: Batches) -> None:
         """Say once that the model or the data draws random numbers which depend on the number of processes."""
         self._looked_for_draws = True
-        self.reporter.warn(*describe_draws(self.engine.passes.dropout, loader))
+        self.reporter.warn(*describe_draws(self.engine.passes.dropout, loader.loader))
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
@@ -408,8 +411,8 @@ class Trainer:
         if self.adapt is not None:
             self.reporter.adapted(self.adapt.event(step))
         if result.is_taken:
-            pipeline = self.engine.asynchronous
-            self.persistence.take(step if pipeline is None else step + 1 - pipeline.lag)
+            lag = 1 if (pipeline := self.engine.asynchronous) is None else pipeline.lag
+            self.persistence.take(step + 1 - lag)
         if self.memory_every and (step == 1 or step % self.memory_every == 0):
             self.reporter.memory(self.model, self.optimizer, step=step)
         if self.tracer is not None:

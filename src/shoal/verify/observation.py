@@ -74,7 +74,8 @@ class TrafficObserver(Hook):
             found[key] = counted[key]
         # What a loss gathers of the global batch is the user's to say, and no plan's.
         gathered = {key: traffic for key, traffic in counted.items() if key[0] == AXIS}
-        return add_traffic(found, self._pipeline(batch, counted), gathered, self._islands())
+        adapted = {} if trainer.adapt is None else trainer.adapt.forecast_traffic(self._step_shape(batch).num_rows)
+        return add_traffic(found, self._pipeline(batch, counted), gathered, self._islands(), adapted)
 
     def _islands(self) -> TrafficCounts:
         """What goes to other islands; nothing where the run is one."""
@@ -96,7 +97,7 @@ class TrafficObserver(Hook):
         ]
         return StepShape(
             has_piggyback=trainer.engine.scalars.carrier is not None,
-            exact_norm=trainer.settings.optim.clip is not None,
+            exact_norm=trainer.settings.optim.clip is not None or trainer.engine.needs_exact_norm,
             counts_weight=batch.total_weight is None,
             num_trust_norms=count_trust_norms(trainer.optimizer, trainer.optimizer.param_groups),
             weight_bytes=precision.weight_dtype.itemsize,
@@ -110,7 +111,9 @@ class TrafficObserver(Hook):
         if cut is None:
             return {}
         boundaries = [self._boundary(cut, microbatch) for microbatch in trainer.engine.passes.filler.fill(batch)]
-        sent = expected_sends(cut.schedule, cut.rank, boundaries)
+        runtime = trainer.engine.runtime
+        schedule = cut.schedule if runtime is None else runtime.schedule
+        sent = expected_sends(schedule, cut.rank, boundaries)
         key = (Axis.PIPELINE.value, "send")
         shared = expected_exchange(cut.trained, cut.holders, grid=cut.schedule.grid, rank=cut.rank)
         if (trainer.plan.sp or trainer.plan.cp > 1) and key in sent and key in counted:

@@ -39,7 +39,7 @@ from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
 from shoal.verify.mutants.catalogue import Death
 from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.recording import Recording
-from shoal.verify.request import ProofRequest, Subject, steps_to_prove
+from shoal.verify.request import ProofRequest, Subject, fastest_rates, steps_to_prove
 from shoal.verify.result import PlanResult, compared, crashed, judge_prediction, refused, worst_of
 from shoal.verify.server_proof import prove_servers
 
@@ -128,7 +128,7 @@ class Prover:
         recipe = subject.recipe.model_copy(update={"train": train})
         derived = resolve_plan(train, plan).plan
         recipe, tree = _tree_of(subject, recipe, derived)
-        steps = max(self.steps, steps_to_prove(derived))
+        steps = max(self.steps, steps_to_prove(derived, train))
         case = _case_of(recipe, subject, derived, min(steps, subject.total_steps))
         return ProofRequest(
             subject=subject, recipe=recipe, plan=derived, case=case, tree=tree, mutant=mutant, deaths=tuple(deaths)
@@ -202,7 +202,7 @@ class Prover:
             depth=max(1, subject.facts.num_blocks),
             adds_in_order=first["adds_in_order"],
             joins_replicas=subject.joins_replicas(plan),
-            optim=recipe.optim,
+            optim=fastest_rates(recipe, request.case.steps),
             total_steps=subject.total_steps,
             steps=request.case.steps,
             narrow=narrow,
@@ -274,6 +274,9 @@ def _case_of(recipe: Recipe, subject: Subject, plan: Plan, steps: int) -> Case:
         total_steps=subject.total_steps,
         steps=steps,
         joins_batch=subject.joins_batch,
+        batch_schedule=values["train"]["batch_schedule"],
+        batch_every=recipe.train.batch_every,
+        batch_limit=recipe.train.batch_limit,
         # What one process has no gradient of either is refused there; what the ranks alone lack is their failure.
         needs_every_gradient=not plan.ps and (plan.dp or 1) * plan.cp > 1 and not recipe.train.unused_parameters,
     )

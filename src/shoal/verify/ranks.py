@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.batchform import flat_targets
 from shoal.data.loader import Microbatch
+from shoal.engine.batchschedule import most_microbatches
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective
 from shoal.engine.sizes import RankPreview, measure_state
@@ -162,6 +163,8 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             world=world,
         )
         load_init(trainer.engine, recipe)
+        # Training reads the cheap norm where nothing is decided by it; here what is measured by it is compared to the bit.
+        trainer.engine.needs_exact_norm |= recipe.optim.adapt in ("noise", "adascale")
         if trainer.engine.asynchronous is not None:
             trainer.engine.asynchronous.longest = 1  # Every step is looked at; how long a window is changes no bit.
         with trainer:
@@ -187,7 +190,7 @@ def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Pat
         tensors = model_tensors(
             trainer.engine.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model)
         )
-        tensors |= memory.tensors()
+        tensors |= memory.tensors() | _adapted(trainer, done.lr)
         if not done.skipped:
             tensors |= summed.gradients
         assert done.grad_norm is not None, "a trainer has the whole gradient"
@@ -204,11 +207,24 @@ def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Pat
     }
 
 
+def _adapted(trainer: Trainer, lr: float) -> dict[str, Tensor]:
+    """The rate of a step and what it follows, as tensors; nothing where neither rate nor batch adapts."""
+    optim, train, adapt = trainer.growth.optim, trainer.settings.train, trainer.adapt
+    if optim.adapt == "none" and optim.scale == "none" and train.batch_schedule is None:
+        return {}
+    state = {} if adapt is None else adapt.state()
+    kinds = {"averages": ("square", "variance"), "progress": ("weight", "progress", "level"), "factor": ("factor",)}
+    found = {kind: [state[key] for key in keys] for kind, keys in kinds.items() if keys[0] in state}
+    found["rate"] = [lr]
+    return {f"optimizer/optim.adapt/{key}": torch.tensor(value, dtype=torch.float64) for key, value in found.items()}
+
+
 def _sizes(
     trainer: Trainer, plain: nn.Module, loss: Loss, meter: ActivationMeter
 ) -> dict[str, dict[str, int] | dict[str, str]]:
     """Predicted and measured bytes of this rank, and why some were not predicted."""
-    analysis, plan, rank = trainer.engine.analysis, trainer.plan, trainer.world.rank
+    analysis, rank = trainer.engine.analysis, trainer.world.rank
+    plan = replace(trainer.plan, microbatches=most_microbatches(trainer.settings.train, trainer.plan))
     cut = trainer.engine.pipeline
     preview = functools.partial(
         RankPreview.build, plain, analysis=analysis, plan=plan, rank=rank, precision=trainer.engine.precision

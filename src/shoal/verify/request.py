@@ -16,12 +16,15 @@ from shoal.core.plan import Plan, all_plans
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
+from shoal.engine.batchschedule import all_batches
+from shoal.engine.config import TrainConfig
 from shoal.engine.meancheck import joins_batch
 from shoal.engine.parallelize import analyse
 from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
 from shoal.engine.state import hash_weights
 from shoal.models.config import OwnModelConfig
 from shoal.models.embeddings import make_dense
+from shoal.optim.adapt import scale_factor
 from shoal.optim.config import OptimConfig, PrecisionName
 from shoal.optim.torchclass import check_named
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -205,13 +208,16 @@ _COMPRESSED_STEPS = 3
 """Of which so many are compressed: what a replica remembers comes to light in the step after."""
 
 
-def steps_to_prove(plan: Plan) -> int:
+def steps_to_prove(plan: Plan, train: TrainConfig) -> int:
     """Steps that a proof of this plan needs: with islands, two rounds of every part of the model and a step after them.
 
-    Where rounds begin to be compressed later, they are counted from there.
+    Where rounds begin to be compressed later, they are counted from there. With ``train.batch_schedule``, two steps after its
+    last change, or after the second decision of "noise".
     """
     if plan.islands == 1 and plan.compress is None:
-        return 1
+        if train.batch_schedule is None:
+            return 1
+        return 2 + (2 * train.batch_every if train.batch_schedule == "noise" else train.batch_schedule[-1][0])
     return max(SHORTEST_PROOF, _last_step(plan))
 
 
@@ -252,6 +258,8 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
         _refuse_unprovable_islands(subject, plan.with_islands)
     if plan.compress is not None:
         _refuse_unprovable_sums(subject, plan)
+    if plan.with_islands.islands == 1:
+        _refuse_unprovable_rates(subject, plan)
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
     if is_delayed and subject.joins_replicas(plan):
         raise RequestError(
@@ -279,7 +287,7 @@ def _refuse_unprovable_sums(subject: Subject, plan: Plan) -> None:
 
 def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
     """Refuse islands whose rounds are not a function of the steps, or too far apart to be seen in a proof."""
-    rule, needed = SyncRule.parse(plan.sync), steps_to_prove(plan)
+    rule, needed = SyncRule.parse(plan.sync), steps_to_prove(plan, subject.recipe.train)
     if rule.seconds is not None:
         raise RequestError(
             f"plan {str(plan)!r}: rounds by the clock are at other steps in every run; prove sync=local:H, which does the same"
@@ -295,6 +303,46 @@ def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of an island run as one, which its proof does not; "
             "prove it with train.batch_norm=local"
         )
+
+
+def _refuse_unprovable_rates(subject: Subject, plan: Plan) -> None:
+    """Refuse rates and batches that adapt to what a proof does not see."""
+    recipe = subject.recipe
+    if plan.compress is not None:
+        if recipe.optim.adapt != "none" or recipe.train.batch_schedule is not None:
+            raise RequestError(
+                f"plan {str(plan)!r}: the proof of compress={plan.compress} knows no optim.adapt and no train.batch_schedule; prove "
+                "one of the two at a time"
+            )
+        return
+    needed, most = steps_to_prove(plan, recipe.train), min(LONGEST_PROOF, subject.total_steps)
+    if recipe.optim.adapt == "bold":
+        raise RequestError(
+            "optim.adapt bold follows evaluations, and a proof makes none, so it would prove a rate that never changes; prove "
+            "the plan with --set optim.adapt=none"
+        )
+    if recipe.optim.adapt in ("noise", "adascale") and (subject.joins_replicas(plan) or subject.joins_batch):
+        raise RequestError(
+            f"optim.adapt {recipe.optim.adapt} compares gradients of microbatches, and this model's replicas are one batch to "
+            "it, so one process has none of a microbatch; prove it with train.batch_norm=local, or --set optim.adapt=none"
+        )
+    if needed > most:
+        what = "train.batch_every" if recipe.train.batch_schedule == "noise" else "the steps of train.batch_schedule"
+        raise RequestError(
+            f"train.batch_schedule has changed the batch after {needed} steps at the earliest, and a proof has {most} at most; "
+            f"prove it with smaller steps: lower {what} by --set, or raise train.steps"
+        )
+
+
+def fastest_rates(recipe: Recipe, steps: int) -> OptimConfig:
+    """The optimizer's section with the highest rate that anything which adapts may make of it in so many steps."""
+    optim, batches = recipe.optim, all_batches(recipe.train)
+    factor = scale_factor(optim, max(batches)) if optim.scale != "none" else 1.0
+    if optim.adapt == "adascale" and optim.scale_base is not None:
+        factor = max(1.0, max(batches) / optim.scale_base)
+    if optim.adapt == "hyper":
+        factor *= min((1.0 + optim.adapt_step) ** steps, optim.adapt_bounds[1])
+    return optim if factor == 1.0 else optim.model_copy(update={"lr": optim.lr * factor})
 
 
 def _refuse_centered(optim: OptimConfig, plan: Plan) -> None:

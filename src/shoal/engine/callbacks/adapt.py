@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.trafficcounter import Traffic, TrafficCounts
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.events import RateAdapted
 from shoal.core.placement import Placement
 from shoal.data.loader import StepBatch
+from shoal.engine.batchschedule import batch_at, next_level
 from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -44,6 +46,8 @@ from shoal.optim.adapt import (
 from shoal.optim.config import OptimConfig
 from shoal.parallel.gradnorm import fast_square, global_dot, global_norm
 
+_FLOAT64 = 8
+
 
 class Adapt(Hook):
     """Follows one rule of ``optim.adapt``. The loop asks ``factor`` for the rate and ``schedule_step`` for the schedule.
@@ -59,7 +63,7 @@ class Adapt(Hook):
     def __init__(self, optim: OptimConfig, train: TrainConfig, *, evaluate_every: int = 0) -> None:
         self._config, self._train, self._evaluate_every = optim, train, evaluate_every
         self._base = optim.scale_base or train.global_batch
-        self._scale = train.global_batch / self._base
+        self._batch = train.global_batch
         self._found = self._before = begin(optim)
         self._requests: LoopRequests | None = None
         self._meter: _ShareMeter | None = None
@@ -77,6 +81,15 @@ class Adapt(Hook):
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None where it is not measured, or not known yet."""
         return noise_scale(self._found, self._base) if isinstance(self._found, NoiseState) else None
+
+    @property
+    def level(self) -> int:
+        """How often ``train.batch_schedule`` "noise" has doubled the batch."""
+        return self._found.level if isinstance(self._found, NoiseState) else 0
+
+    @property
+    def _scale(self) -> float:
+        return self._batch / self._base
 
     @property
     def _gain(self) -> float:
@@ -102,6 +115,7 @@ class Adapt(Hook):
             rule=self._config.adapt,
             rate_factor=self.factor,
             noise_scale=self.noise_scale,
+            batch=batch_at(self._train, step, self.level),
             progress=self._found.progress if is_adascale and isinstance(self._found, NoiseState) else None,
         )
 
@@ -122,6 +136,7 @@ class Adapt(Hook):
 
     def on_step_start(self, step: int, batch: StepBatch) -> None:
         """See ``Hook``."""
+        self._batch = batch_at(self._train, step, self.level)
         if self._meter is not None:
             self._meter.begin(batch, is_on=step % self._config.adapt_every == 0)
 
@@ -143,6 +158,8 @@ class Adapt(Hook):
         """See ``Hook``. A step that was left out teaches nothing."""
         if self._meter is not None and isinstance(self._found, NoiseState):
             self._after_noise(self._found, result)
+            level = next_level(self._train, step + 1, self.level, self.noise_scale)
+            self._found = replace(self._found, level=level)
         if self._updates is not None:
             self._updates.note_update()
             if not result.is_taken:
@@ -162,6 +179,16 @@ class Adapt(Hook):
             found = after_shares(found, shares, scale=self._scale, smoothing=smoothing)
         self._found = replace(found, progress=progress)
         self._stop_if_over()
+
+    def forecast_traffic(self, num_rows: int) -> TrafficCounts:
+        """What the rule adds to the traffic of the step that was just taken, by axis and operation.
+
+        Args:
+            num_rows: of all whole trained parameters of the model.
+        """
+        if self._meter is not None:
+            return self._meter.forecast_traffic()
+        return {} if self._updates is None else self._updates.forecast_traffic(num_rows)
 
     def on_evaluation(self, step: int, found: Evaluation) -> None:
         """See ``Hook``."""
@@ -193,10 +220,10 @@ class _ShareMeter:
 
     def __init__(self, model: HookedModel) -> None:
         self._mesh = model.mesh
-        self._num_own = model.plan.microbatches or 1
+        self._num_own = self._num_planned = model.plan.microbatches or 1
         self.measured: tuple[float, int] | None = None
         """``mean_square`` of the step under way, when it is known."""
-        self._is_on = False
+        self._is_on = self._was_on = False
         self._share = 0
         self._weights: list[float] = []
         self._squares: dict[tuple[int, str], Tensor] = {}
@@ -220,6 +247,8 @@ class _ShareMeter:
         """A step begins on this replica's part of its batch."""
         self._squares.clear()
         self.measured, self._is_on, self._share = None, is_on, 0
+        self._was_on = is_on
+        self._num_own = batch.num_microbatches or self._num_planned
         self._weights = [microbatch.weight for microbatch in batch.microbatches]
 
     def next_share(self) -> None:
@@ -244,13 +273,24 @@ class _ShareMeter:
         total = max(1.0, math.fsum(weights))
         self.measured = mean_square([one / loss_scale**2 for one in squares], [weight / total for weight in weights])
 
+    def forecast_traffic(self) -> TrafficCounts:
+        """The sums of ``reduce`` in the step that was just taken."""
+        count = _FLOAT64 * self._mesh.degree(Axis.DATA) * self._num_own
+        sums = {Axis.TENSOR: count, Axis.DATA: 2 * count} if self._was_on else {}
+        return {
+            (axis.value, "all_reduce"): Traffic(calls=1, num_bytes=size)
+            for axis, size in sums.items()
+            if self._mesh.has(axis)
+        }
+
 
 class _LastUpdate:
     """What the last step subtracted from the weights that this rank updates."""
 
     def __init__(self, model: HookedModel) -> None:
         saved_names = {entry.parameter: name for name, entry in model.outline.items() if entry.parameter is not None}
-        self._norms = model.norms
+        self._norms, self._mesh = model.norms, model.mesh
+        self._is_sharded = model.plan.zero > 0
         self._weights = dict(model.reduction.updated)
         self._saved_names = {name: saved_names[name] for name in self._weights}
         self._placements = model.reduction.placements
@@ -278,6 +318,13 @@ class _LastUpdate:
         """A step has changed them, or was left out: then the last update is nothing."""
         for name, weight in self._weights.items():
             self._kept[name].sub_(weight)
+
+    def forecast_traffic(self, num_rows: int) -> TrafficCounts:
+        """Three exact sums a step, each of a number for every row, where tensors are cut."""
+        axes = [Axis.TENSOR, Axis.PIPELINE, *([Axis.DATA] if self._is_sharded else [])]
+        own = Traffic(calls=3, num_bytes=3 * _FLOAT64 * num_rows)
+        cut = [axis for axis in axes if self._mesh.has(axis)] if self._norms is not None else []
+        return {(axis.value, "all_reduce"): own for axis in cut}
 
     def forget(self) -> None:
         """There was no update."""

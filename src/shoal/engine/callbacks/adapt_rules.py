@@ -2,6 +2,7 @@
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
+from shoal.engine.batchschedule import batch_problems
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 
@@ -15,10 +16,11 @@ def adapt_problems(optim: OptimConfig, train: TrainConfig, plan: Plan, *, evalua
         plan: resolved.
         evaluate_every: ``eval.every``.
     """
-    found = []
-    if plan.ps and optim.scale != "none":
+    found = list(batch_problems(train, optim, plan))
+    if plan.ps and (optim.scale != "none" or optim.hold_half_life):
+        given = f"optim.scale {optim.scale}" if optim.scale != "none" else "optim.hold_half_life"
         found.append(
-            f"optim.scale {optim.scale} is not there with parameter servers, whose rules set step sizes by themselves; set "
+            f"{given} is not there with parameter servers, whose rules set step sizes by themselves; set "
             "optim.lr for this batch, or use a plan with dp"
         )
     if optim.adapt == "none":

@@ -13,7 +13,7 @@ from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
-from shoal.verify.mutants import compression_bugs, island_bugs, server_bugs
+from shoal.verify.mutants import compression_bugs, island_bugs, rate_bugs, server_bugs
 from shoal.verify.mutants import planted_bugs as bugs
 from shoal.verify.mutants.planted_bugs import PlantedBug
 
@@ -31,6 +31,8 @@ _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "seq
 
 _LONGER = ("train.steps=24",)
 """Two rounds of islands."""
+_GROWING = ("train.global_batch=8", "train.batch_schedule=[[0, 8], [1, 16]]")
+"""A batch that doubles after the first step."""
 PREDICTION = "prediction"
 """What catches a bug that changes no number: the plan costs something that it should not."""
 
@@ -430,6 +432,24 @@ _ALL: Sequence[Mutant] = (
     ),
     Mutant("places of another tensor", "dp=2 compress=topk:0.05", "grad", compression_bugs.send_places_of_other_tensor),
     Mutant("momentum of DGC not masked", "dp=2 compress=dgc:0.02", "optimizer", compression_bugs.keep_sent_momentum),
+    Mutant(
+        "gradient noise of own microbatches only",
+        "dp=2 microbatches=2",
+        "optimizer",
+        rate_bugs.measure_own_gradients,
+        overrides=("optim.adapt=adascale", "optim.scale_base=2"),
+    ),
+    Mutant(
+        "rate stays while the batch grows",
+        "dp=2",
+        "optimizer",
+        rate_bugs.keep_rate,
+        overrides=(*_GROWING, "optim.scale=sqrt", "optim.scale_base=8"),
+    ),
+    Mutant("batch grows one step late", "dp=2", "loss", rate_bugs.grow_late, overrides=_GROWING),
+    Mutant(
+        "hypergradient of the wrong sign", "dp=2", "optimizer", rate_bugs.turn_cosine, overrides=("optim.adapt=hyper",)
+    ),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
 """By name."""

@@ -35,6 +35,10 @@ class Case:
     """Steps to run and compare."""
     joins_batch: bool = False
     """The loss is over the global batch: the samples of all replicas run as one."""
+    batch_schedule: Any = None
+    """The recipe's ``train.batch_schedule``, and what belongs to it."""
+    batch_every: int = 100
+    batch_limit: int | None = None
     needs_every_gradient: bool = False
     """A plan over replicas cannot run where one of them leaves a parameter without a gradient, and no setting allows it."""
 

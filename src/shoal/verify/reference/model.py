@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from shoal.optim.precision import Precision
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.reference.case import Case, Tree
+from shoal.verify.reference.firstrate import with_first_rate
 
 _FORBIDDEN = tuple(
     f"shoal.{room}." for room in ("parallel", "pipeline", "paramserver", "replicas", "compression", "engine")
@@ -80,7 +81,7 @@ def build_reference(case: Case) -> ReferenceModel:
     """Model, data and optimizer, with the initial weights that the seed gives in one process."""
     model_config: Any = TypeAdapter(ModelConfig).validate_python(dict(case.model))
     data_config: Any = TypeAdapter(DataConfig).validate_python(dict(case.data))
-    optim = OptimConfig.model_validate(dict(case.optim))
+    optim = with_first_rate(OptimConfig.model_validate(dict(case.optim)), case.global_batch)
     precision = Precision.named(case.precision)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     data = build_splits(data_config, case.seed)
@@ -121,12 +122,18 @@ def build_reference(case: Case) -> ReferenceModel:
     )
 
 
-def global_batches(parts: ReferenceModel) -> Iterator[Ids]:
-    """The samples of each step that is compared."""
+def global_batches(parts: ReferenceModel, batch_of: Callable[[int], int] | None = None) -> Iterator[Ids]:
+    """The samples of each step that is compared.
+
+    Args:
+        parts: the data and its order.
+        batch_of: samples of a step, asked when it is its turn; left out, all have the case's.
+    """
     position, case = Position(), parts.case
     order = build_order(parts.train, global_batch=case.global_batch, seed=case.seed)
-    for _ in range(case.steps):
-        ids, _, position = order.take(position)
+    for step in range(case.steps):
+        own = order if batch_of is None else replace(order, global_batch=batch_of(step))
+        ids, _, position = own.take(position)
         yield ids
 
 

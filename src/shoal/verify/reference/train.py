@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.core.errors import RequestError
 from shoal.optim.build import set_rate
-from shoal.optim.rates import rate
+from shoal.verify.reference.adapt import Adapting
 from shoal.verify.reference.case import COARSE_FLAT_BOUND, FLAT_BOUNDS, Case, Tree
 from shoal.verify.reference.model import (
     Ids,
@@ -132,10 +132,12 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, "reference")
     scale, flat_errors = parts.precision.first_loss_scale, []
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}
-    for step, ids in enumerate(global_batches(parts)):
-        set_rate(parts.optimizer, rate(parts.optim, step, case.total_steps))
+    adapting = Adapting(parts)
+    for step, ids in enumerate(global_batches(parts, adapting.batch)):
+        own_tree = adapting.tree(step, tree)
         flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
-        loss, gradients = tree_gradients(parts, step, ids, tree, scale.scale)
+        adapting.look(step, cut_batch(ids, own_tree), scale.scale)
+        loss, gradients = tree_gradients(parts, step, ids, own_tree, scale.scale)
         if flat is not None:
             flat_errors.append(relative_distance(gradients, flat))
         norm = norm_of(list(gradients.values())) / scale.scale
@@ -143,9 +145,11 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         if not (parts.precision.scales_loss and math.isfinite(loss)):
             refuse_not_finite(loss, norm, step)
         captured = {f"grad/{name}": grad / scale.scale for name, grad in gradients.items()} if finite else {}
+        set_rate(parts.optimizer, adapting.rate(step, gradients))
         if finite:
             apply_update(parts, gradients, norm, scale.scale)
-        captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
+        adapting.after(step, norm, is_taken=finite)
+        captured |= adapting.tensors() | model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
         recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
     _refuse_odd_dropout(parts, tree, max(flat_errors, default=0.0))
