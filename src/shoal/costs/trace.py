@@ -294,7 +294,10 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, 
         is_cut = cut is TensorSplit.COLUMNS or (cut is TensorSplit.ROWS and parameter.ndim > 1)
         sums[owner[name]][2 if name in seen.experts else int(is_cut)] += parameter.numel()
         names[owner[name]].append(name)
-    return [(*counted, name, own) for counted, name, own in zip(sums, tied, names, strict=True)]
+    return [
+        (whole, split, routed, name, own)
+        for (whole, split, routed), name, own in zip(sums, tied, names, strict=True)
+    ]
 
 
 def _batch_of(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int) -> int:

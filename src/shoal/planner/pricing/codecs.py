@@ -7,8 +7,7 @@ taken for every device; on an accelerator nothing was measured.
 
 from dataclasses import dataclass
 
-from shoal.compression.build import has_residual
-from shoal.compression.config import CompressionConfig
+from shoal.compression.config import CompressionConfig, has_residual
 from shoal.core.compressrule import CompressKind, CompressRule
 
 _FLOAT32 = 4.0
