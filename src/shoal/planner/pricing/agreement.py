@@ -118,8 +118,10 @@ def price_agreement(job: Job, plan: Plan, agreement: Agreement) -> AgreementTime
     is_direct = plan.islands > 1 and SyncRule.parse(plan.sync).graph is not None
     rule = CompressRule.parse(plan.compress) if plan.compress is not None else None
     bandwidth = job.cluster.device.memory_bandwidth * job.stack.constants.memory
-    asked = [{key: each for key, each in counts.items() if key[1] == _ASKED} for counts in agreement.cycle]
-    rest = [{key: each for key, each in counts.items() if key[1] != _ASKED} for counts in agreement.cycle]
+    # What the ranks of an island tell each other stays inside it, and is a few bytes.
+    cycle = [{key: each for key, each in counts.items() if key[0] != _INSIDE} for counts in agreement.cycle]
+    asked = [{key: each for key, each in counts.items() if key[1] == _ASKED} for counts in cycle]
+    rest = [{key: each for key, each in counts.items() if key[1] != _ASKED} for counts in cycle]
     moved = [_move(counts, wire, is_direct=is_direct) for counts in rest]
     told = [_move(counts, wire, is_direct=is_direct) for counts in asked]
     return AgreementTimes(
@@ -151,6 +153,8 @@ def _move(counts: TrafficCounts, wire: Wire, *, is_direct: bool) -> tuple[float,
     return seconds, sent
 
 
+_INSIDE = "everyone"
+"""What channels call all ranks of an island."""
 _ASKED = "all_reduce_max"
 """The operation by which ranks ask each other for a word."""
 _OPERATIONS: dict[str, tuple[Callable[[float, Wire], float], int]] = {

@@ -137,7 +137,9 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     shards = (dense / sharing.dense_shards + routed / sharing.expert_shards) if plan.zero else dense + routed
     whole = dense + routed
     # A pipeline has gradients whole until its last cell, whatever becomes of them then.
-    keeps_whole = plan.pp > 1 or (software.reduces_once and (plan.microbatches or 1) > 1)
+    # So has a compressed sum, which comes once, after the last backward pass.
+    is_summed_once = plan.compress is not None and plan.islands == 1
+    keeps_whole = plan.pp > 1 or is_summed_once or (software.reduces_once and (plan.microbatches or 1) > 1)
     samples = job.global_batch / (plan.islands * dp * (plan.microbatches or 1))
     kept = [rank_kept_bytes(layer, job, plan, plan.recompute) * samples for layer, _ in layers]
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
