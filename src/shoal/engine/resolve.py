@@ -260,23 +260,6 @@ def check_graph(plan: Plan) -> None:
         mixing(rule.graph, plan.islands, 0, seed=0, is_directed=rule.kind == "pushsum")
 
 
-def refuse_islands(plan: Plan, who: str) -> None:
-    """Refuse a plan with islands or a codec where nothing knows what they cost.
-
-    Raises:
-        RequestError: says who does not, and what to do.
-    """
-    if plan.islands > 1 or plan.sync != "allreduce":
-        raise RequestError(
-            f"plan {str(plan)!r}: {who} has no price for islands and sync={plan.sync} yet; leave sync out for the plan of one "
-            f"island, or train it"
-        )
-    if plan.compress is not None:
-        raise RequestError(
-            f"plan {str(plan)!r}: {who} has no price for compress={plan.compress} yet; leave compress out, or train it"
-        )
-
-
 def _divisor_below(number: int, wanted: int) -> int:
     return max(candidate for candidate in range(1, max(1, min(wanted, number)) + 1) if number % candidate == 0)
 
