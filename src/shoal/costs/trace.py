@@ -295,8 +295,7 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, 
         sums[owner[name]][2 if name in seen.experts else int(is_cut)] += parameter.numel()
         names[owner[name]].append(name)
     return [
-        (whole, split, routed, name, own)
-        for (whole, split, routed), name, own in zip(sums, tied, names, strict=True)
+        (whole, split, routed, name, own) for (whole, split, routed), name, own in zip(sums, tied, names, strict=True)
     ]
 
 

@@ -119,7 +119,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     parts: list[RankPart | None] = [None]
     versions = [0]
     if asks_the_model(plan):
-        whole, _, data = build_parts(recipe)
+        whole, _, data = build_parts(recipe, loads=False)
         make_dense(whole)
         analysis = analyse(whole, data, recipe.parallel)
         lines = describe(analysis, plan)

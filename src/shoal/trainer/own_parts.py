@@ -263,7 +263,7 @@ class OwnPartsHere:
         Raises:
             RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
-        model, _, data = build_parts(recipe, data=self._data(recipe))
+        model, _, data = build_parts(recipe, data=self._data(recipe), loads=False)
         make_dense(model)
         analysis = analyse(model, data, recipe.parallel)
         plan.check(describe_facts(analysis, model))
@@ -290,7 +290,7 @@ class OwnPartsHere:
             RequestError: data, model and loss do not fit one another.
         """
         self._refuse_order(recipe, plan)
-        model, loss, data = build_parts(recipe, data=self._data(recipe))
+        model, loss, data = build_parts(recipe, data=self._data(recipe), loads=False)
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)
         return () if found is None else (found,)

@@ -188,10 +188,13 @@ def check_parts(
     _check_callbacks(recipe, plan, data, own=own)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
-    if recipe.model.init is not None or recipe.model.lora is not None or recipe.optim.groups:
-        own.check_weights(recipe, data.spec)
     if SyncRule.parse(plan.sync).fragments > 1:
         own.check_fragments(recipe, data.spec, plan)
+    named = (
+        _without_init(recipe) if resume and not plan.ps and newest_whole(RunDir(run_dir).checkpoints).path else recipe
+    )
+    if named.model.init is not None or named.model.lora is not None or named.optim.groups:
+        own.check_weights(named, data.spec)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
     tried = try_own_parts(recipe, resolved.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)
@@ -223,6 +226,11 @@ def check_parts(
             *tried,
         ),
     )
+
+
+def _without_init(recipe: Recipe) -> Recipe:
+    """The recipe of a run that goes on: its weights are those of its checkpoint, and what it began from may be gone."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": None})})
 
 
 def _check_callbacks(recipe: Recipe, plan: Plan, data: DataSummary, *, own: OwnParts) -> None:

@@ -258,7 +258,9 @@ class SimulatedStep:
     @property
     def exposed(self) -> dict[str, float]:
         """Seconds of communication on the critical path, by axis; ``zero`` are the gathers of sharded weights."""
-        return {what: seconds for what, seconds in self.breakdown.items() if what not in (COMPUTE, UPDATE, FIXED, CODEC)}
+        return {
+            what: seconds for what, seconds in self.breakdown.items() if what not in (COMPUTE, UPDATE, FIXED, CODEC)
+        }
 
     def pieces(self, number: int, group: int, start: float, end: float) -> list[Segment]:
         """A cell's time by what it goes to, one after another: what nothing hides of its communication comes last."""
