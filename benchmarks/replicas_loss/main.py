@@ -32,7 +32,7 @@ BYTES_OF_DENSE = 0.05
 
 def train(contender: Contender, steps: int, seed: int, run_dir: Path) -> dict[str, Any] | None:
     """The numbers of one run, which is made unless it is there; None where the product refuses it or it fails."""
-    if not (run_dir / "sent" / "rank-0.json").exists():
+    if not is_done(run_dir):
         settings = {
             "train.steps": steps,
             "train.seed": seed,
@@ -52,6 +52,12 @@ def train(contender: Contender, steps: int, seed: int, run_dir: Path) -> dict[st
             print(f"{contender.plan}: exit code {done.returncode}, left out", file=sys.stderr)
             return None
     return read_run(run_dir)
+
+
+def is_done(run_dir: Path) -> bool:
+    """True where a run has come to its end."""
+    summary = run_dir / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal import Hook
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.core.syncrule import SyncRule
 
 
 class SentBytes(Hook):
@@ -23,8 +24,8 @@ class SentBytes(Hook):
         self._moved: TrafficCounts = {}
 
     def on_attach(self, model) -> None:
-        """Remember the mesh."""
-        self._mesh = model.mesh
+        """Remember the mesh and the plan."""
+        self._mesh, self._plan = model.mesh, model.plan
 
     def on_step_start(self, step, batch) -> None:
         """Begin to count."""
@@ -38,8 +39,14 @@ class SentBytes(Hook):
     def on_end(self, step, status) -> None:
         """Write what this rank has sent: bytes by axis and operation, and in all."""
         size = int(os.environ["WORLD_SIZE"])
+        # Gossip counts what goes to neighbours; elsewhere a rank's part for itself is in the count and goes nowhere.
+        is_gossip = SyncRule.parse(self._plan.sync).graph is not None
         found = {
-            f"{axis} {operation}": [traffic.calls, traffic.num_bytes, sent(operation, traffic, size)]
+            f"{axis} {operation}": [
+                traffic.calls,
+                traffic.num_bytes,
+                sent(operation, traffic, size, is_gossip=is_gossip),
+            ]
             for (axis, operation), traffic in sorted(self.total.items())
         }
         folder = Path(os.environ["SENT_BYTES"])
@@ -48,11 +55,9 @@ class SentBytes(Hook):
         (folder / f"rank-{rank}.json").write_text(json.dumps({"steps": step, "traffic": found}))
 
 
-def sent(operation: str, traffic: Traffic, size: int) -> int:
+def sent(operation: str, traffic: Traffic, size: int, *, is_gossip: bool) -> int:
     """Bytes that a rank sends for what was counted, among ``size`` ranks."""
     others = (size - 1) / size
     if operation in ("all_reduce", "all_reduce_max"):
         return round(2 * others * traffic.num_bytes)
-    if operation in ("reduce_scatter", "all_gather"):
-        return round(others * traffic.num_bytes)
-    return traffic.num_bytes
+    return traffic.num_bytes if is_gossip else round(others * traffic.num_bytes)

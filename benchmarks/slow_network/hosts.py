@@ -1,4 +1,4 @@
-"""Two hosts on one machine with a cable of a given speed between them: network namespaces. Needs root, and removes what it made."""
+"""Two hosts on one machine with a cable of a given speed between them: network namespaces. Needs root; removes what it made."""
 
 import os
 import shutil
