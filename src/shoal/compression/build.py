@@ -5,7 +5,7 @@ import torch
 from shoal.compression.blocks import DEFAULT_BLOCK as INT_BLOCK
 from shoal.compression.blocks import BlockInt
 from shoal.compression.codec import Codec
-from shoal.compression.config import CompressionConfig
+from shoal.compression.config import CompressionConfig, has_residual
 from shoal.compression.floats import DEFAULT_BLOCK as FLOAT_BLOCK
 from shoal.compression.floats import BlockFloat8, HalfFloat
 from shoal.compression.quantize import DEFAULT_BLOCK as QSGD_BLOCK
@@ -14,14 +14,6 @@ from shoal.compression.sign import DEFAULT_BLOCK as SIGN_BLOCK
 from shoal.compression.sign import Sign
 from shoal.compression.sparse import RandomK, Threshold, TopK
 from shoal.core.compressrule import CompressRule
-
-# DGC has a memory of its own; the unbiased and the fine ones need none.
-_NEEDS_RESIDUAL = frozenset({"int4", "topk", "randk", "threshold", "sign", "onebit", "powersgd"})
-
-
-def has_residual(rule: CompressRule, config: CompressionConfig) -> bool:
-    """True when error feedback is kept: as the section says, else as the method needs it."""
-    return rule.kind in _NEEDS_RESIDUAL if config.residual is None else config.residual
 
 
 def build_codec(rule: CompressRule, config: CompressionConfig) -> Codec | None:
@@ -41,7 +33,8 @@ def build_codec(rule: CompressRule, config: CompressionConfig) -> Codec | None:
         case "topk" | "dgc":
             return TopK(rule.number)
         case "randk":
-            return RandomK(rule.number)
+            # Error feedback needs the elements as they are; without it the mean must be right.
+            return RandomK(rule.number, unbiased=not has_residual(rule, config))
         case "threshold":
             return Threshold(rule.number)
         case "sign" | "onebit":

@@ -4,7 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from shoal.core.compressrule import CompressRule
 from shoal.core.config import Config
+
+# DGC has a memory of its own; the unbiased and the fine ones need none.
+_NEEDS_RESIDUAL = frozenset({"int4", "topk", "randk", "threshold", "sign", "onebit", "powersgd"})
 
 
 class CompressionConfig(Config):
@@ -26,3 +30,10 @@ class CompressionConfig(Config):
     """Steps over which ``dgc`` lowers its ratio to the plan's."""
     min_rate: float = Field(default=2.0, gt=0)
     """``powersgd`` leaves a matrix alone unless its factors are so many times smaller than the matrix."""
+
+
+def has_residual(rule: CompressRule, config: CompressionConfig) -> bool:
+    """True when error feedback is kept: as the section says, else as the method needs it. DGC keeps what is unsent itself."""
+    if rule.kind == "dgc":
+        return False
+    return rule.kind in _NEEDS_RESIDUAL if config.residual is None else config.residual

@@ -23,13 +23,19 @@ from shoal.core.pipelines import (
     unreadable_replicas,
     write_replicas,
 )
-from shoal.core.planrules import island_problems, model_problems, plan_problems, server_problems
+from shoal.core.planrules import (
+    compress_problems,
+    island_problems,
+    model_problems,
+    plan_problems,
+    server_problems,
+)
 from shoal.core.units import divisors
 
 # What this version executes. A field that is not here is understood, printed and refused, never ignored.
 EXECUTED = frozenset(
     {"dp", "tp", "sp", "cp", "cp_kind", "pp", "schedule", "chunks", "replicas", "zero", "recompute", "microbatches"}
-    | {"ps", "workers", "update", "backup", "islands", "sync"}
+    | {"ps", "workers", "update", "backup", "islands", "sync", "compress"}
 )
 
 
@@ -76,7 +82,7 @@ class Plan:
     sync: str = "allreduce"
     """How replicas agree: allreduce, local:H, diloco:H, stream:H,F,T, slowmo:H, easgd:H, gossip:GRAPH or pushsum:GRAPH."""
     compress: str | None = None
-    """Compression of gradients between replicas."""
+    """Codec of what replicas or islands send each other: int8, int4, topk:R, powersgd:R and others, @S from step S on."""
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
@@ -167,7 +173,12 @@ class Plan:
         """
         wrong_values = list(self._value_problems())
         # A degree of 0 makes every question after this one meaningless.
-        found = wrong_values or [*plan_problems(self), *server_problems(self), *island_problems(self)]
+        found = wrong_values or [
+            *plan_problems(self),
+            *server_problems(self),
+            *island_problems(self),
+            *compress_problems(self),
+        ]
         facts = model_facts(model) if model is not None and not wrong_values else None
         if facts is not None:
             found += model_problems(self, facts)
@@ -264,6 +275,8 @@ def _parse_value(text: str, key: str, value: str) -> Any:
             raise RequestError(f"plan {text!r}: {key} is a whole number, not {value!r}") from None
     if not value:
         raise RequestError(f"plan {text!r}: {key} has no value")
+    if key == "compress" and value == "none":
+        return None
     return value
 
 
@@ -309,6 +322,7 @@ def _works(plan: Plan, facts: ModelFacts | None, world_size: int | None) -> bool
         plan_problems(plan),
         server_problems(plan),
         island_problems(plan),
+        compress_problems(plan),
         model_problems(plan, facts) if facts is not None else (),
     )
     # A degree of 0 makes the rules meaningless, and there are none of 0 among the options.
@@ -345,7 +359,7 @@ def all_plans(num_processes: int, facts: object | None = None) -> list[Plan]:
 
 
 # The keys that the search may change, the one given up first in front; each change costs the same.
-_SEARCHED = ("recompute", "zero", "cp_kind", "sp", "chunks", "replicas", "schedule", "tp", "cp", "dp", "pp")
+_SEARCHED = ("compress", "recompute", "zero", "cp_kind", "sp", "chunks", "replicas", "schedule", "tp", "cp", "dp", "pp")
 _LARGEST_DEGREE = 64
 _LARGEST_WORLD = 2**20
 
@@ -358,7 +372,7 @@ def _options(plan: Plan, key: str, asked: int, *, any_degree: bool, any_choice: 
         return [] if current == default else [default]
     if key == "sp":
         return [not current]
-    if key in ("schedule", "chunks", "replicas"):
+    if key in ("schedule", "chunks", "replicas", "compress"):
         return [] if current is None else [None]
     if key in _CHOICES:
         return [choice for choice in _CHOICES[key] if choice != current]

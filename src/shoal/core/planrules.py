@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
+from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import (
@@ -82,6 +83,14 @@ class PlanKeys(Protocol):
     @property
     def recompute(self) -> str:
         """none, selective or full."""
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts."""
+
+    @property
+    def compress(self) -> str | None:
+        """The codec of sums over replicas."""
 
     @property
     def ps(self) -> int:
@@ -392,6 +401,54 @@ def island_problems(plan: PlanKeys) -> Iterator[str]:
         yield (
             f"sync={plan.sync} halves the distance to the mean at every round only where the islands are a power of two, and "
             f"there are {replicas}; use sync=pushsum:exponential or sync=gossip:ring"
+        )
+
+
+def compress_problems(plan: PlanKeys) -> Iterator[str]:
+    """What is wrong with the codec of a plan."""
+    if plan.compress is None:
+        return
+    try:
+        rule = CompressRule.parse(plan.compress)
+    except RequestError as error:
+        yield str(error)
+        return
+    splits = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep}
+    for key, degree in splits.items():
+        if degree > 1:
+            yield (
+                f"compress={plan.compress} does not go with {key}={degree}: a split layer rounds its gradient otherwise than one "
+                f"process, and a codec turns the last bit of a number into another code; leave compress or {key} out"
+            )
+    if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        yield (
+            f"compress={plan.compress} does not go with schedule={plan.schedule}: its stages update by themselves, at different "
+            f"times, and what a codec lost belongs to a step; use schedule=1f1b, or leave compress out"
+        )
+    if plan.ps:
+        yield (
+            f"compress={plan.compress} does not go with ps={plan.ps} yet: workers push gradients as they are; leave compress out"
+        )
+    if plan.islands > 1 or plan.sync != "allreduce":
+        yield from _island_codec_problems(plan, rule)
+    if rule.kind == "onebit":
+        yield from _onebit_problems(plan, rule)
+
+
+def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
+    yield f"compress={plan.compress} does not go with sync={plan.sync} yet; leave compress out"
+
+
+def _onebit_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
+    if rule.start < 1:
+        yield (
+            f"compress={plan.compress} freezes the variance of adam at its first compressed step, and at step {rule.start} there "
+            f"is none; write onebit@S with the steps of the warm-up, such as compress=onebit@100"
+        )
+    if plan.zero:
+        yield (
+            f"compress={plan.compress} does not go with zero={plan.zero}: every replica moves the whole momentum with its own "
+            f"gradient, and zero shards it; leave zero out, or use compress=int8"
         )
 
 

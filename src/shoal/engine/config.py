@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from shoal.compression.config import CompressionConfig
 from shoal.core.config import Config
 from shoal.core.errors import RequestError
 from shoal.core.units import parse_duration
@@ -88,6 +89,7 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     @classmethod
     def of(
@@ -97,6 +99,7 @@ class Settings:
         parallel: ParallelConfig | None = None,
         pipeline: PipelineConfig | None = None,
         replicas: ReplicaConfig | None = None,
+        compression: CompressionConfig | None = None,
     ) -> "Settings":
         """The settings, with the defaults of every section that is left out."""
         return cls(
@@ -105,6 +108,7 @@ class Settings:
             parallel=parallel or ParallelConfig(),
             pipeline=pipeline or PipelineConfig(),
             replicas=replicas or ReplicaConfig(),
+            compression=compression or CompressionConfig(),
         )
 
     def describe(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from shoal.core.errors import RequestError
 from shoal.core.placement import Placement
 from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
+from shoal.engine.compression import PREFIX as COMPRESSION
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.state import Outline, RankState
 from shoal.engine.stop import StopRequest
@@ -220,8 +221,9 @@ def check_hooks(hooks: Iterable[Hook]) -> tuple[Hook, ...]:
 
 
 def without_missing(state: RankState, saved_names: Container[str]) -> RankState:
-    """A rank's state without the tensors of hooks that a checkpoint does not have: it was saved without these hooks."""
-    missing = {name for name in state.tensors if name.startswith(CALLBACKS) and name not in saved_names}
+    """A rank's state without what a checkpoint need not have: tensors of hooks and residuals that it was saved without."""
+    optional = (CALLBACKS, COMPRESSION)
+    missing = {name for name in state.tensors if name.startswith(optional) and name not in saved_names}
     if not missing:
         return state
     return replace(

@@ -28,6 +28,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.compression import SavedSums, say_dropped
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
 from shoal.engine.islands import PREFIX as ISLANDS
@@ -96,6 +97,8 @@ class ParallelModel:
     """Takes the steps of an asynchronous pipeline, whose stages update by themselves; None elsewhere."""
     islands: Islands | None = None
     """Brings this island together with the others; None where the run is one island."""
+    saved_sums: SavedSums | None = None
+    """What compressed sums keep in a checkpoint; None where gradients are summed as they are."""
     publishes_by_itself: bool = False
     """The optimizer is a script's own: it has its own rates, and its step brings weights to where forward passes read them."""
     needs_exact_norm: bool = False
@@ -106,6 +109,8 @@ class ParallelModel:
     """The checkpoint that is loaded knows this policy and this number of islands."""
     _is_of_islands: bool = field(default=False, init=False)
     """It was saved by a run with islands."""
+    _dropped_sums: str | None = field(default=None, init=False)
+    """What to say of residuals in the checkpoint, in a run that has none."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
 
@@ -189,6 +194,8 @@ class ParallelModel:
         for hook in self.hooks:
             hook.on_step_start(step, batch)
         self._loss_scale = loss_scale
+        if self.reduction.exchange is not None:
+            self.reduction.exchange.sums.begin_step(step)
         self.reduction.begin_step()
         self.scalars.begin_step()
         self.objective.metrics.begin_step()
@@ -208,7 +215,9 @@ class ParallelModel:
         exact = self.max_norm is not None or self.needs_exact_norm
         norm = global_norm(gradients.items(), exact=exact, norms=self.norms) / self._loss_scale
         if math.isfinite(norm):
-            clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)
+            exchange = self.reduction.exchange
+            limit = None if exchange is not None and exchange.clips_by_itself else self.max_norm
+            clip_(gradients.values(), norm=norm, limit=limit, loss_scale=self._loss_scale)
         return norm
 
     def step(self, *, lr: float | None, number: int = 0) -> None:
@@ -318,6 +327,8 @@ class ParallelModel:
         Its part of weights, buffers, optimizer state, older versions under an asynchronous pipeline, and of what hooks hold.
         """
         own = self._own_state()
+        if self.saved_sums is not None:
+            own = self.saved_sums.add_to(own)
         return self.hooks.add_tensors(own if self.asynchronous is None else self.asynchronous.add_versions(own, step))
 
     def state_to_save(self, step: int = 0) -> RankState:
@@ -331,6 +342,11 @@ class ParallelModel:
     def state_to_load(self, own: RankState, saved: Collection[str]) -> RankState:
         """The live tensors of ``own`` by the names that a checkpoint has for them."""
         self._is_of_islands = any(name.startswith(ISLANDS) for name in saved)
+        self._dropped_sums = None
+        if self.saved_sums is not None:
+            own = self.saved_sums.to_load(own, saved)
+        elif self.plan.compress is None:
+            self._dropped_sums = say_dropped(saved)
         if self.islands is None:
             return own
         found, self._is_same_policy = self.islands.to_load(own, saved)
@@ -343,6 +359,11 @@ class ParallelModel:
             What to tell the user of it; None where there is nothing to tell.
         """
         self.reduction.publish()
+        of_sums = self._dropped_sums if self.saved_sums is None else self.saved_sums.loaded()
+        of_islands = self._restored_islands()
+        return "; ".join(said for said in (of_islands, of_sums) if said is not None) or None
+
+    def _restored_islands(self) -> str | None:
         if self.islands is None:
             said = "the checkpoint is of islands: the run goes on from the mean of their weights and of their optimizers' state"
             return said if self._is_of_islands else None

@@ -11,6 +11,7 @@ from shoal.comm.global_batch import replicas_of
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
+from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
@@ -18,6 +19,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.compression import SavedSums
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
@@ -26,7 +28,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
+from shoal.engine.resolve import asks_the_model, check_compression, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
@@ -41,6 +43,7 @@ from shoal.parallel import batchnorm
 from shoal.parallel.analysis.analyse import analyse_module
 from shoal.parallel.analysis.structure import ModuleAnalysis, ParallelConfig
 from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
+from shoal.parallel.compressed import Compressing
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
 from shoal.parallel.requirements import describe_facts
@@ -96,6 +99,7 @@ def parallelize(
     """
     train = settings.train
     check_settings(train, plan)
+    check_compression(settings, plan)
     loss = _settle_loss(loss, model, data, plan)
     refuse_lazy(model)
     given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
@@ -122,7 +126,8 @@ def parallelize(
     scoring = Scoring(loss, layout=layout, mesh=mesh)
     objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout, scalars=scalars)
     objective.name_sample = getattr(data.train, "name_sample", None)
-    if plan.zero == 0 and mesh.replicas.size == mesh.everyone.size > 1:
+    compressing = _compressing(settings, plan, world)
+    if plan.zero == 0 and compressing is None and mesh.replicas.size == mesh.everyone.size > 1:
         scalars.piggyback_on(objective)
     outline, groups = draw_outline(model), decide_groups(settings.optim, model)
     cut = None
@@ -131,7 +136,9 @@ def parallelize(
         with precision.autocast(world.device.type):
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
-    passes = _build_passes(parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks))
+    passes = _build_passes(
+        parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks), compressing=compressing
+    )
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
     return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
@@ -153,6 +160,10 @@ def _make_optimizer(
         made = given.adopt(reduction.updated)
         made.register_step_post_hook(lambda *_: reduction.publish())
     initialise_state(made)
+    if reduction.exchange is not None:
+        # Every way to take a step comes by here, a script's own too; one that is not taken does not.
+        sums = reduction.exchange.sums
+        made.register_step_post_hook(lambda *_: sums.commit())
     return made
 
 
@@ -218,6 +229,7 @@ def _build_passes(
     train: TrainConfig,
     status: RankStatus | None,
     hooks: Hooks,
+    compressing: Compressing | None,
 ) -> Passes:
     """What runs microbatches: gradients are summed by the objective's data-parallel wrapper, or by the pipeline's stages."""
     objective, cut = parts.objective, parts.cut
@@ -234,6 +246,7 @@ def _build_passes(
             device=parts.world.device,
             compile_model=train.compile,
             unused_parameters=train.unused_parameters,
+            compressing=compressing,
         )
     else:
         stages = reduce_stages(
@@ -244,6 +257,7 @@ def _build_passes(
             analysis=parts.analysis,
             layout=parts.layout,
             unused_parameters=train.unused_parameters,
+            compressing=compressing,
         )
         observe = hooks.on_action if hooks.times_actions else None
         runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)
@@ -267,6 +281,20 @@ def _build_passes(
         has_batch_norm=batchnorm.is_applied(objective.model),
         replicas=replicas_of(parts.plan, parts.mesh.channel(Axis.DATA)),
         status=status,
+    )
+
+
+def _compressing(settings: Settings, plan: Plan, world: World) -> Compressing | None:
+    """How gradients are compressed inside an island: not at all where there are several, which compress what they exchange."""
+    if plan.compress is None or plan.islands > 1:
+        return None
+    return Compressing(
+        rule=CompressRule.parse(plan.compress),
+        config=settings.compression,
+        seed=settings.train.seed,
+        device=world.device,
+        clip=settings.optim.clip,
+        allows_untouched=settings.train.unused_parameters,
     )
 
 
@@ -326,6 +354,7 @@ def _assemble(
         asynchronous=asynchronous,
         islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
+        saved_sums=_save_sums(passes.reduction, outline),
         needs_exact_norm=settings.optim.adapt == "adascale",
     )
     remember(assembled)
@@ -337,6 +366,14 @@ def _assemble(
                 f"weights, which differ from island to island; leave it out, or leave sync out"
             )
     return assembled
+
+
+def _save_sums(reduction: Reduction, outline: Outline) -> SavedSums | None:
+    """What compressed sums keep in a checkpoint; None where nothing is compressed."""
+    if reduction.exchange is None:
+        return None
+    names = {entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained}
+    return SavedSums(sums=reduction.exchange.sums, saved_names=names)
 
 
 def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Settings) -> Islands:

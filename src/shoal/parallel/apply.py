@@ -17,6 +17,7 @@ from shoal.core.placement import Placement
 from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.batchnorm import apply_batchnorm
+from shoal.parallel.compressed import Compressing
 from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
 from shoal.parallel.data import Reduction, ReplicaReduction, apply_data_parallel
 from shoal.parallel.dropout import narrow_dropouts
@@ -77,13 +78,14 @@ def apply_to_objective(
     device: torch.device,
     compile_model: bool,
     unused_parameters: bool,
+    compressing: Compressing | None = None,
 ) -> tuple[nn.Module, Reduction]:
     """Wrap the model and its loss so that a backward pass leaves the reduced gradient behind."""
     model = objective.get_submodule("model")
     # 6. Compilation.
     if compile_model:
         model.compile()
-    # 7. Data parallelism, with ZeRO or without.
+    # 7. Data parallelism, with ZeRO or without, by a codec or as gradients are.
     if plan.zero > 0:
         sharded = apply_zero(
             model,
@@ -92,8 +94,13 @@ def apply_to_objective(
             stage=plan.zero,
             num_microbatches=plan.microbatches or 1,
             placements=layout.placements,
+            compressing=compressing,
         )
         return objective, sharded
+    if compressing is not None:
+        return objective, ReplicaReduction(
+            model, objective, layout.placements, replicas=mesh.replicas, compressing=compressing
+        )
     if mesh.replicas.size > 1:
         wrapped = apply_data_parallel(objective, mesh=mesh, device=device, unused_parameters=unused_parameters)
         return wrapped, ReplicaReduction(model, wrapped, layout.placements)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.channel import Channel, TorchTransport
 from shoal.comm.mesh import Mesh
 from shoal.core.placement import Placement, place_whole
+from shoal.parallel.compressed import CompressedGradients, Compressing, shapes_of
 
 
 class Reduction(Protocol):
@@ -41,6 +42,10 @@ class Reduction(Protocol):
     @property
     def placements(self) -> Mapping[str, Placement]:
         """Where each of ``updated`` lies in its whole parameter."""
+
+    @property
+    def exchange(self) -> CompressedGradients | None:
+        """Sums gradients by the plan's codec; None where they are summed as they are."""
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -110,16 +115,29 @@ def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[to
 class ReplicaReduction:
     """The reduction without ZeRO: every replica holds its parameters, gradients and optimizer state whole; DDP adds gradients.
 
-    ``wrapped`` is the objective in its data-parallel wrapper, or bare where there is one replica.
+    ``wrapped`` is the objective in its data-parallel wrapper, or bare where there is one replica or gradients are compressed.
     """
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module, placements: Mapping[str, Placement]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        placements: Mapping[str, Placement],
+        *,
+        replicas: Channel | None = None,
+        compressing: Compressing | None = None,
+    ) -> None:
         named = sorted((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
         self.wrapped = wrapped
         self.updated: dict[str, nn.Parameter] = dict(named)
         self.placements: dict[str, Placement] = {
             name: placements.get(name, place_whole(parameter.shape)) for name, parameter in named
         }
+        self.exchange: CompressedGradients | None = None
+        if compressing is not None:
+            assert replicas is not None
+            self.exchange = compressing.build(shapes_of(named), replicas)
+        self._untouched: list[str] = []
 
     def begin_step(self) -> None:
         """See ``Reduction``. What ``zero_grad`` does, without its 0.1 ms for the profiler."""
@@ -133,13 +151,17 @@ class ReplicaReduction:
         return nullcontext()
 
     def finish(self) -> None:
-        """See ``Reduction``. DDP's last hook has waited already."""
+        """See ``Reduction``. DDP's last hook has waited already; what is compressed is summed here."""
+        if self.exchange is not None:
+            self._untouched = self.exchange.sum_parameters_(self.updated)
 
     def publish(self) -> None:
         """See ``Reduction``. The optimizer wrote where forward passes read."""
 
     def untouched(self) -> list[str]:
         """See ``Reduction``."""
+        if self.exchange is not None:
+            return self._untouched
         return [name for name, parameter in self.updated.items() if parameter.grad is None]
 
     def local(self) -> AbstractContextManager[None]:

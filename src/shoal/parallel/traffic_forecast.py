@@ -98,6 +98,8 @@ def _gradients(
 ) -> TrafficCounts:
     if isinstance(reduction, ZeroReduction):
         return reduction.forecast_traffic(num_microbatches)
+    if reduction.exchange is not None:
+        return reduction.exchange.forecast_traffic()
     if mesh.replicas.size == 1:
         return {}
     num_bytes = sum(parameter.nbytes for parameter in reduction.updated.values())

@@ -16,6 +16,7 @@ from shoal.core.placement import Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.apply import ModelLayout
+from shoal.parallel.compressed import CompressedGradients, Compressing, shapes_of
 from shoal.parallel.zero.apply import ZeroReduction, apply_zero
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.share import SharedGradients
@@ -35,6 +36,7 @@ class StageReduction:
         sharded: where ZeRO keeps state; None without it.
         allows_untouched: replicas tell each other which parameters got no gradient, and one that has none anywhere keeps none,
             as in one process; costs a number per parameter.
+        compressing: how gradients are compressed where ZeRO does not do it; None where they are not.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StageReduction:
         placements: Mapping[str, Placement],
         sharded: ZeroReduction | None = None,
         allows_untouched: bool = False,
+        compressing: Compressing | None = None,
     ) -> None:
         self._own = dict(own)
         self._shared = shared
@@ -53,6 +56,7 @@ class StageReduction:
         self.sharded = sharded
         self._allows_untouched = allows_untouched
         self._untouched: list[str] = []
+        self._exchange = None if compressing is None else compressing.build(shapes_of(self._own.items()), replicas)
         self._placements = {
             name: placements.get(name, place_whole(parameter.shape)) for name, parameter in self._own.items()
         }
@@ -64,6 +68,11 @@ class StageReduction:
     def updated(self) -> Mapping[str, nn.Parameter]:
         """See ``Reduction``."""
         return self._own if self.sharded is None else self.sharded.updated
+
+    @property
+    def exchange(self) -> CompressedGradients | None:
+        """See ``Reduction``."""
+        return self._exchange if self.sharded is None else self.sharded.exchange
 
     @property
     def placements(self) -> Mapping[str, Placement]:
@@ -92,6 +101,9 @@ class StageReduction:
     def finish(self) -> None:
         """See ``Reduction``."""
         self._shared.finish()
+        if self.sharded is None and self._exchange is not None:
+            self._untouched = self._exchange.sum_parameters_(self._own)
+            return
         if self.sharded is None:
             self._untouched = [name for name, parameter in self._own.items() if parameter.grad is None]
             sum_gradients_(self._own, self._replicas, allows_untouched=self._allows_untouched)
@@ -106,7 +118,7 @@ class StageReduction:
     @property
     def num_flag_bytes(self) -> int:
         """Of what replicas tell each other beside gradients."""
-        is_told = self._allows_untouched and self.sharded is None and self._replicas.size > 1
+        is_told = self._allows_untouched and self.sharded is None and self._exchange is None and self._replicas.size > 1
         return sum(parameter.element_size() for parameter in self._own.values()) if is_told else 0
 
     def publish(self) -> None:
@@ -133,6 +145,7 @@ def reduce_stages(
     analysis: ModuleAnalysis,
     layout: ModelLayout,
     unused_parameters: bool = False,
+    compressing: Compressing | None = None,
 ) -> StageReduction:
     """The reduction of a model that was cut, with ZeRO or without; ``unused_parameters`` is the setting of that name."""
     trained = pipeline.trained
@@ -141,7 +154,13 @@ def reduce_stages(
     if plan.zero > 0 and trained:
         # More than one microbatch, whatever the plan says: gradients are kept whole until the step's last cell.
         sharded = apply_zero(
-            model, analysis=analysis, mesh=mesh, stage=plan.zero, num_microbatches=2, placements=layout.placements
+            model,
+            analysis=analysis,
+            mesh=mesh,
+            stage=plan.zero,
+            num_microbatches=2,
+            placements=layout.placements,
+            compressing=compressing,
         )
     return StageReduction(
         trained,
@@ -150,6 +169,7 @@ def reduce_stages(
         placements=layout.placements,
         sharded=sharded,
         allows_untouched=unused_parameters,
+        compressing=None if sharded is not None else compressing,
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.channel import Channel, TorchTransport
+from shoal.comm.channel import Channel
+from shoal.comm.ordered import sum_in_order_
 
 BUCKET_ELEMENTS = 4 * 2**20
 """Elements that are packed into one message: large enough for any link, small beside a model."""
@@ -32,25 +33,6 @@ def sum_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
         sum_in_order_(flat, channel)
         for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def sum_in_order_(flat: Tensor, channel: Channel) -> None:
-    """Add a flat tensor over the ranks of a channel, first rank first.
-
-    Shared memory adds in this order by itself, and of two ranks the order makes no difference. A torch group of more adds as its
-    algorithm likes: there every rank adds up one slice and gives it to the others, which moves the bytes of a ring.
-    """
-    if not isinstance(channel.transport, TorchTransport) or channel.size <= 2:
-        channel.all_reduce_(flat)
-        return
-    counts = [len(part) for part in torch.tensor_split(flat, channel.size)]
-    slices = list(torch.split(flat, counts))
-    received = [torch.empty_like(slices[channel.rank]) for _ in slices]
-    channel.all_to_all(slices, received)
-    total = received[0]
-    for other in received[1:]:
-        total.add_(other)
-    channel.all_gather(total, flat, counts)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

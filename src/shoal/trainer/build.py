@@ -115,6 +115,7 @@ def build_trainer(
         parallel=recipe.parallel,
         pipeline=recipe.pipeline,
         replicas=recipe.replicas,
+        compression=recipe.compression,
         setup=setup,
         run_dir=run_dir,
         resume=resume,

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.compression.config import CompressionConfig
 from shoal.core.config import Config, read_toml, validate
 from shoal.core.errors import did_you_mean
 from shoal.core.rundir import Readers
@@ -103,6 +104,8 @@ class Recipe(Config):
     """Parameter servers, beyond what the plan says."""
     replicas: ReplicaConfig = ReplicaConfig()
     """How islands agree, beyond what the plan's sync says."""
+    compression: CompressionConfig = CompressionConfig()
+    """How what the plan's compress names is done."""
     planner: PlannerConfig = PlannerConfig()
     """What plans are searched for, where that is not the recipe's module on a known device."""
     elastic: ElasticConfig = ElasticConfig()
@@ -119,6 +122,7 @@ class Recipe(Config):
             parallel=self.parallel,
             pipeline=self.pipeline,
             replicas=self.replicas,
+            compression=self.compression,
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
+from shoal.compression.config import CompressionConfig
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
@@ -80,6 +81,7 @@ class Trainer:
         parallel: ParallelConfig | None = None,
         pipeline: PipelineConfig | None = None,
         replicas: ReplicaConfig | None = None,
+        compression: CompressionConfig | None = None,
         plan: Plan | None = None,
         setup: RunSetup | None = None,
         run_dir: Path | str | None = None,
@@ -100,7 +102,7 @@ class Trainer:
         if run_dir is not None:
             make_run_dir(run_dir := Path(run_dir))
         avoid_hidden_tiles(os.environ)
-        self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas)
+        self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas, compression)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
         deadline = (elastic or ProcessConfig()).collective_deadline
@@ -125,8 +127,7 @@ class Trainer:
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
             if not was_tried and (warning := find_other_mean(model, loss, data.train, plan=self.plan, train=train)):
                 self.reporter.warn(warning)
-            every = self.eval_config.every
-            self.adapt = build_adapt(optim, train, every, self.reporter)
+            self.adapt = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
             self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())

@@ -25,6 +25,7 @@ from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,
     asks_the_model,
+    check_compression,
     check_settings,
     choose_plan,
     count_updates,
@@ -275,6 +276,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
         RequestError: lists them with their fixes.
     """
     check_settings(recipe.train, plan)
+    check_compression(recipe.settings, plan)
     found = adapt_problems(recipe.optim, recipe.train, plan, evaluate_every=recipe.eval.every)
     if plan.ps:
         found += [

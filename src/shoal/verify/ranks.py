@@ -111,6 +111,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
             parallel=recipe.parallel,
             pipeline=recipe.pipeline,
             replicas=recipe.replicas,
+            compression=recipe.compression,
             plan=Plan.parse(job["plan"]),
             prefetch=recipe.data.prefetch,
             workers=recipe.data.workers,

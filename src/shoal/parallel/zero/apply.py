@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.trafficcounter import Traffic, TrafficCounts
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
 from shoal.parallel.analysis.structure import ModuleAnalysis
+from shoal.parallel.compressed import CompressedGradients, Compressing
 from shoal.parallel.zero.gradients import GradientStore, pieces_of
-from shoal.parallel.zero.layout import Pool, ZeroLayout, lay_out
+from shoal.parallel.zero.layout import Pool, ZeroLayout, lay_out, owned_elements
 from shoal.parallel.zero.weights import WeightStore
 
 
@@ -42,6 +43,7 @@ def apply_zero(
     stage: int,
     num_microbatches: int,
     placements: Mapping[str, Placement],
+    compressing: Compressing | None = None,
 ) -> "ZeroReduction":
     """Shard a model's training state along ``dp``, in place. The model must be in its final place, type and shape.
 
@@ -52,6 +54,8 @@ def apply_zero(
         stage: 1, 2 or 3.
         num_microbatches: microbatches of one step; more than one needs whole gradients at every stage.
         placements: where parameters that tensor parallelism has cut lie in their wholes; the others are whole.
+        compressing: how gradients are compressed; None where they are not. They are then kept whole at every stage: a residual
+            is whole too, and selections and factors are of whole tensors.
 
     Raises:
         RequestError: the parameters are of several types or on several devices, and one buffer cannot hold them.
@@ -68,6 +72,7 @@ def apply_zero(
         weights=flat,
         placements=placements,
         num_microbatches=num_microbatches,
+        compressing=compressing,
     )
     if reduction.store is not None:
         reduction.store.attach(model)
@@ -87,6 +92,7 @@ class ZeroReduction:
         weights: Tensor,
         placements: Mapping[str, Placement],
         num_microbatches: int,
+        compressing: Compressing | None = None,
     ) -> None:
         self.layout = layout
         self.mesh = mesh
@@ -95,12 +101,17 @@ class ZeroReduction:
         """Stages 1 and 2: all weights. Stage 3: this rank's shards."""
         self.rank = mesh.coordinate(Axis.DATA)
         self.store = WeightStore(layout, parameters, mesh=mesh, shard=weights) if stage == 3 else None
+        self.exchange: CompressedGradients | None = None
+        if compressing is not None:
+            shapes = {slot.name: slot.shape for unit in layout.units for slot in unit.slots}
+            self.exchange = compressing.build(shapes, mesh.channel(Axis.DATA), owned_elements(layout))
         self.gradients = GradientStore(
             layout,
             parameters,
             mesh=mesh,
-            keeps_whole=stage == 1 or num_microbatches > 1,
+            keeps_whole=stage == 1 or num_microbatches > 1 or compressing is not None,
             on_unit_in=lambda index: None if self.store is None else self.store.unit_is_in(index),
+            exchange=self.exchange,
         )
         self.num_microbatches = num_microbatches
         self._starts = layout.shard_starts(self.rank) if stage == 3 else layout.whole_starts()
@@ -171,7 +182,7 @@ class ZeroReduction:
     def forecast_traffic(self, num_microbatches: int) -> TrafficCounts:
         """What one step should move, from the layout and the modules that the last forward pass called."""
         calls = self.store.calls if self.store is not None and self.store.calls else None
-        return forecast_traffic(
+        found = forecast_traffic(
             self.layout,
             stage=self.stage,
             num_microbatches=num_microbatches,
@@ -179,6 +190,10 @@ class ZeroReduction:
             num_context_ranks=self.mesh.degree(Axis.CONTEXT),
             calls=calls,
         )
+        if self.exchange is None or not self.exchange.is_compressed:
+            return found
+        found.pop((Axis.DATA.value, "reduce_scatter"), None)
+        return add_traffic(found, self.exchange.forecast_traffic())
 
     def _cut_pieces(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         pieces: dict[str, Tensor] = {}

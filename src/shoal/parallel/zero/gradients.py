@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
+from shoal.parallel.compressed import CompressedGradients
 from shoal.parallel.zero.layout import Pool, Slot, Unit, ZeroLayout
 
 
@@ -35,14 +36,18 @@ class GradientStore:
         mesh: Mesh,
         keeps_whole: bool,
         on_unit_in: Callable[[int], None],
+        exchange: CompressedGradients | None = None,
     ) -> None:
-        """``on_unit_in`` is called with a unit's index when a microbatch has brought all its gradients."""
+        """``on_unit_in`` is called with a unit's index when a microbatch has brought all its gradients. An ``exchange`` sums all
+        units together, at the end of a step that it compresses; gradients must then be kept whole."""
+        assert keeps_whole or exchange is None
         example = next(iter(parameters.values()))
         self.layout = layout
         self.rank = mesh.coordinate(Axis.DATA)
         self.keeps_whole = keeps_whole
         size = layout.size if keeps_whole else layout.shard_size(self.rank)
         self.buffer = torch.empty(size, dtype=example.dtype, device=example.device)
+        self._exchange = exchange
         self.is_active = True
         self.is_last = True
         self.apart: frozenset[str] = frozenset()
@@ -85,6 +90,8 @@ class GradientStore:
 
     def finish(self) -> None:
         """Reduce what is left; a parameter that got no gradient in the whole step gets zeros."""
+        if self._is_compressed:
+            self._reduce_compressed()
         while self._turn < len(self._order):
             index = self._order[self._turn]
             self._fill_missing(index)
@@ -94,6 +101,17 @@ class GradientStore:
         """Add the whole gradient of a parameter that is in ``apart``."""
         index, slot = self._slots[name]
         self._put(index, slot, gradient)
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._exchange is not None and self._exchange.is_compressed
+
+    def _reduce_compressed(self) -> None:
+        assert self._exchange is not None
+        for index in self._order:
+            self._fill_missing(index)
+        self._exchange.sum_({name: self._place(index, slot) for name, (index, slot) in self._slots.items()})
+        self._turn = len(self._order)
 
     def untouched(self) -> list[str]:
         """Parameters that got no gradient on this rank since the step began, in the order of names."""
@@ -185,6 +203,8 @@ class GradientStore:
             self._pool.forget()
 
     def _reduce_in_turn(self) -> None:
+        if self._is_compressed:
+            return
         while self._turn < len(self._order) and not self._missing[self._order[self._turn]]:
             self._reduce(self._order[self._turn])
 

@@ -160,6 +160,15 @@ def lay_out(model: nn.Module, analysis: ModuleAnalysis, num_ranks: int) -> ZeroL
     return ZeroLayout(units=units, num_ranks=num_ranks, visits=tuple(visits))
 
 
+def owned_elements(layout: ZeroLayout) -> list[dict[str, tuple[int, int]]]:
+    """For each rank, the first element and the end of what it holds of each parameter."""
+    slots = [slot for unit in layout.units for slot in unit.slots]
+    return [
+        {slot.name: (slot.rows(rank)[0] * slot.row, slot.rows(rank)[1] * slot.row) for slot in slots}
+        for rank in range(layout.num_ranks)
+    ]
+
+
 def _unit_paths(model: nn.Module, blocks: Set[str], outside: Set[str]) -> list[str]:
     """Paths of the modules that have a unit, in the order of the model; none lies inside another.
 
