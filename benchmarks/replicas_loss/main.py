@@ -45,7 +45,7 @@ def train(contender: Contender, steps: int, seed: int, run_dir: Path) -> dict[st
         print(" ".join(command[1:]), file=sys.stderr)
         # What a run that was stopped half-way has sent is not known.
         shutil.rmtree(run_dir, ignore_errors=True)
-        paths = [str(ROOT / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SENT_BYTES": str(run_dir / "sent")}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)
         if done.returncode:

@@ -55,6 +55,7 @@ class Pair:
         return {
             # A step is over when the slower of the two has taken it.
             "seconds": [max(pair) for pair in both],
+            "cpu_seconds": max(rank["cpu_seconds"] for rank in ranks),
             "losses": [sum(pair) / 2 for pair in zip(*(rank["losses"] for rank in ranks), strict=True)],
             "counted": [rank["counted"] for rank in ranks],
             "sent": [late.since(early) for early, late in zip(before, after, strict=True)],

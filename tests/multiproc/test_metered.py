@@ -15,8 +15,8 @@ from support.processes.network_namespaces import Network, built_network
 ADDRESSES = {"a": "10.83.0.1", "b": "10.83.0.2"}
 HEADER_BYTES = 14 + 20 + 32
 """Ethernet, IPv4, and TCP with time stamps: an interface counts one of each for every packet."""
-ALLOWED = 0.01
-"""gloo's own words to its peers, a packet that was sent twice."""
+ALLOWED, WORDS = 0.01, 4096
+"""A share, and so many bytes a step: gloo's own words to its peers."""
 STEPS = 4
 PLANS = (
     "dp=2",
@@ -90,4 +90,6 @@ def test_the_counted_bytes_cross_between_two_hosts(plan: str):
         after = [payload(network, host) for host in ADDRESSES]
     assert None not in counted, "a rank failed"
     for place, rank in enumerate(counted):
-        assert after[place] - before[place] == pytest.approx(sent(rank, plan), rel=ALLOWED), f"rank {place}: {rank}"
+        crossed, expected = after[place] - before[place], sent(rank, plan)
+        assert expected > 10 * WORDS * STEPS, "too little to tell"
+        assert abs(crossed - expected) <= ALLOWED * expected + WORDS * STEPS, f"rank {place}: {crossed}, counted {rank}"
