@@ -240,6 +240,10 @@ class OwnParts:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_plan(recipe, plan)
 
+    def check_fragments(self, recipe: "Recipe", spec: "DataSpec", plan: "Plan") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        self._parts.check_fragments(recipe, spec, plan)
+
     def try_parts(self, recipe: "Recipe", plan: "Plan") -> tuple[str, ...]:
         """See ``shoal.trainer.request.OwnParts``. A model that does not fit this machine can be described, and not tried."""
         if self._is_dry:

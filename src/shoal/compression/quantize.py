@@ -55,7 +55,9 @@ class QSGD:
             values = rows.view(flat)
             # Squares of small or large elements would leave float32, so the norm is taken of the block over its largest.
             largest = values.abs().amax(1, keepdim=True).clamp_(min=SMALLEST_SCALE)
-            norm = sum_rows((values / largest).square_(), self.block).sqrt_().mul_(largest)
+            squares = sum_rows((values / largest).square_(), self.block)
+            # torch's float32 root is not the nearest on every processor; that of a float64 is, once it is a float32 again.
+            norm = squares.to(torch.float64).sqrt_().to(torch.float32).mul_(largest)
             scale = norm.div_(self.levels).clamp_(min=SMALLEST_SCALE)
             poison_(scale)
             scales[rows.blocks] = scale.squeeze(1)

@@ -392,8 +392,11 @@ def _island_settings(train: TrainConfig, plan: Plan) -> list[str]:
     found = []
     if train.precision == "float16":
         found.append(f"train.precision float16 {alone}; use bfloat16")
-    if train.nonfinite == "skip":
-        found.append(f"train.nonfinite skip {alone}; leave nonfinite out")
+    if train.rollback_after:
+        found.append(
+            f"train.rollback_after {train.rollback_after} goes back on all ranks together, and islands with sync={plan.sync} "
+            f"leave steps out by themselves; leave rollback_after out"
+        )
     if train.spike is not None:
         found.append(f"train.spike {train.spike:g} {alone}; leave spike out")
     return found

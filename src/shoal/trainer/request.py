@@ -16,6 +16,7 @@ from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.core.syncrule import SyncRule
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
@@ -36,6 +37,7 @@ from shoal.engine.resolve import (
 from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.paramserver.config import rule_problems
+from shoal.replicas.refusals import replica_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
@@ -91,6 +93,9 @@ class OwnParts(Protocol):
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a resolved plan that a module cannot be laid out by; called only where nothing but building it can tell."""
+
+    def check_fragments(self, recipe: Recipe, spec: DataSpec, plan: Plan) -> None:
+        """Refuse more fragments of ``sync=stream`` than the model has parameters; called only where the plan has any."""
 
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         """Refuse data, model and loss that do not fit one another; warnings on them. Called only where one is the user's own."""
@@ -184,6 +189,8 @@ def check_parts(
         own.check_optimizer(recipe)
     if recipe.model.init is not None or recipe.model.lora is not None or recipe.optim.groups:
         own.check_weights(recipe, data.spec)
+    if SyncRule.parse(plan.sync).fragments > 1:
+        own.check_fragments(recipe, data.spec, plan)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
     tried = try_own_parts(recipe, resolved.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)
@@ -275,6 +282,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     Raises:
         RequestError: lists them with their fixes.
     """
+    plan = plan.with_islands
     check_settings(recipe.train, plan)
     check_compression(recipe.settings, plan)
     found = adapt_problems(recipe.optim, recipe.train, plan, evaluate_every=recipe.eval.every)
@@ -290,6 +298,10 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
                 weight_decay=recipe.optim.weight_decay,
             ),
         ]
+    if plan.islands > 1:
+        skips = recipe.train.nonfinite == "skip"
+        rule, every = SyncRule.parse(plan.sync), recipe.eval.every
+        found += replica_problems(recipe.replicas, rule, evaluate_every=every, leaves_out=skips)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 

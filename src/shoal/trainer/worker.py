@@ -133,6 +133,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "peak_rss_bytes": peaks,
         "weights_sha256": trainer.hash_weights(),
         **({} if trainer.adapt is None else {"adapt": trainer.adapt.event(progress.step).as_dict()}),
+        **({} if trainer.engine.islands is None else {"island_distance": trainer.engine.islands.distance()}),
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }

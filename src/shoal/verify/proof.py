@@ -247,14 +247,17 @@ class Prover:
 def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree]:
     """The order of a plan's sums; and the recipe, which for a pipeline names the cut that they follow from."""
     replicas, microbatches = plan.num_shares // plan.islands, plan.microbatches or 1
-    islands: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if plan.islands > 1:
-        islands = {"islands": plan.islands, "sync": plan.sync, "settings": recipe.replicas.model_dump(mode="json")}
+        more = {"islands": plan.islands, "sync": plan.sync, "settings": recipe.replicas.model_dump(mode="json")}
+    if plan.compress is not None:
+        compression = recipe.compression.model_dump(mode="json")
+        more |= {"compress": plan.compress, "compression": compression, "keeps_shards": plan.zero > 0}
     if plan.pp == 1:
-        return recipe, Tree(replicas=replicas, microbatches=microbatches, **islands)
+        return recipe, Tree(replicas=replicas, microbatches=microbatches, **more)
     cut = cut_model(subject.model, subject.data, subject.analysis, plan, recipe.settings)
     pipeline = recipe.pipeline.model_copy(update={"stages": cut.places})
-    tree = replace(cut.tree(replicas=replicas, microbatches=microbatches), **islands)
+    tree = replace(cut.tree(replicas=replicas, microbatches=microbatches), **more)
     return recipe.model_copy(update={"pipeline": pipeline}), tree
 
 

@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from shoal.comm.mesh import GRID
 from shoal.comm.shared import SharedTransport
 from shoal.comm.trafficcounter import TrafficCounts, traffic_rows
 from shoal.comm.world import join_world
+from shoal.compression.exchange import CompressedSum
+from shoal.core.placement import Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.batchform import flat_targets
@@ -88,6 +90,48 @@ class GradientRecorder(Hook):
         }
 
 
+def compressed_sums(trainer: Trainer) -> CompressedSum | None:
+    """The sums of a trainer that go compressed, between replicas or between islands; None where none do."""
+    exchange = trainer.engine.reduction.exchange
+    return None if exchange is None else exchange.sums
+
+
+@dataclass(frozen=True)
+class SumsMemory:
+    """What a rank's compressed sums remember from step to step, under the names of optimizer state.
+
+    ``TENSOR/WHAT-R`` is rank R's own; what all ranks have together, ``TENSOR/WHAT``, lies where its placement says.
+    """
+
+    sums: CompressedSum | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As it is now."""
+        if self.sums is None:
+            return {}
+        rank = self.sums.channel.rank
+        own = {
+            f"optimizer/{name}/{what}-{rank}": tensor
+            for what, by_name in self.sums.own_state().items()
+            for name, tensor in by_name.items()
+        }
+        return own | {
+            f"optimizer/{name}/{what}": tensor
+            for what, by_name in self.sums.shared_state().items()
+            for name, (tensor, _, _) in by_name.items()
+        }
+
+    def placements(self) -> dict[str, Placement]:
+        """Where this rank's part of what all have together lies in the whole, by the name of the capture."""
+        if self.sums is None:
+            return {}
+        return {
+            f"optimizer/{name}/{what}": place_whole((rows, *tensor.shape[1:])).rows(start, start + tensor.shape[0])
+            for what, by_name in self.sums.shared_state().items()
+            for name, (tensor, start, rows) in by_name.items()
+        }
+
+
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Train the job's recipe under its plan for some steps and record each; says what crossed between ranks and what it
     weighs."""
@@ -130,7 +174,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
-    summed = GradientRecorder()
+    summed, memory = GradientRecorder(), SumsMemory(compressed_sums(trainer))
     trainer.engine.add_hook(summed)
     counted: list[TrafficCounts] = []
     expected: list[TrafficCounts] = []
@@ -143,13 +187,13 @@ def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Pat
         tensors = model_tensors(
             trainer.engine.reduction.updated.items(), trainer.optimizer, saved_buffers(trainer.model)
         )
+        tensors |= memory.tensors()
         if not done.skipped:
             tensors |= summed.gradients
         assert done.grad_norm is not None, "a trainer has the whole gradient"
         recorder.add(loss=done.loss, norm=done.grad_norm, skipped=done.skipped, tensors=tensors)
-    recorder.close(
-        placements={name: placement_values(place) for name, place in trainer.engine.reduction.placements.items()}
-    )
+    placements = {**trainer.engine.reduction.placements, **memory.placements()}
+    recorder.close(placements={name: placement_values(place) for name, place in placements.items()})
     return {
         "coordinates": {axis.value: trainer.mesh.coordinate(axis) for axis in GRID},
         "degrees": {axis.value: trainer.mesh.degree(axis) for axis in GRID},

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.global_batch import why_not_joined
+from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import schedule_facts
@@ -197,18 +198,30 @@ def build_subject(recipe: Recipe) -> Subject:
 
 
 LONGEST_PROOF = 64
-"""Steps that a proof of islands takes at most."""
+"""Steps that a proof of islands or of compressed gradients takes at most."""
 SHORTEST_PROOF = 10
-"""Steps that it takes at least."""
+"""Steps that it takes at least, where the run has as many."""
+_COMPRESSED_STEPS = 3
+"""Of which so many are compressed: what a replica remembers comes to light in the step after."""
 
 
 def steps_to_prove(plan: Plan) -> int:
-    """Steps that a proof of this plan needs: with islands, two rounds of every part of the model and a step after them."""
-    if plan.islands == 1:
+    """Steps that a proof of this plan needs: with islands, two rounds of every part of the model and a step after them.
+
+    Where rounds begin to be compressed later, they are counted from there.
+    """
+    if plan.islands == 1 and plan.compress is None:
         return 1
+    return max(SHORTEST_PROOF, _last_step(plan))
+
+
+def _last_step(plan: Plan) -> int:
+    """The number of steps after which everything that the plan does has been seen."""
+    start = 0 if plan.compress is None else CompressRule.parse(plan.compress).start
+    if plan.islands == 1:
+        return start + _COMPRESSED_STEPS
     rule = SyncRule.parse(plan.sync)
-    last = rule.start + (3 if rule.kind == "stream" else 2) * rule.period + rule.delay
-    return max(SHORTEST_PROOF, last + 1)
+    return max(start, rule.start) + (3 if rule.kind == "stream" else 2) * rule.period + rule.delay + 1
 
 
 def check_plan(subject: Subject, plan: Plan) -> None:
@@ -237,11 +250,30 @@ def _refuse_unprovable(subject: Subject, plan: Plan) -> None:
         return
     if plan.with_islands.islands > 1:
         _refuse_unprovable_islands(subject, plan.with_islands)
+    if plan.compress is not None:
+        _refuse_unprovable_sums(subject, plan)
     is_delayed = plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous
     if is_delayed and subject.joins_replicas(plan):
         raise RequestError(
             f"plan {str(plan)!r}: with train.batch_norm sync the replicas of a microbatch run as one, and under "
             f"schedule={plan.schedule} one process cannot; prove it with train.batch_norm=local, or with dp=1"
+        )
+
+
+def _refuse_unprovable_sums(subject: Subject, plan: Plan) -> None:
+    """Refuse compressed gradients that begin too late to be seen, or of replicas that have none of their own."""
+    needed, there = _last_step(plan), min(LONGEST_PROOF, subject.total_steps)
+    if plan.with_islands.islands == 1 and needed > there:
+        codec = (plan.compress or "").partition("@")[0]
+        raise RequestError(
+            f"plan {str(plan)!r}: {_COMPRESSED_STEPS} compressed steps are done after {needed}, and a proof has {there} at most; "
+            f"prove compress={codec}@1, or raise train.steps"
+        )
+    if subject.joins_replicas(plan):
+        raise RequestError(
+            f"plan {str(plan)!r}: with synchronised batch norm or a loss over the global batch the replicas run as one, and in "
+            "one process none of them has a gradient of its own to compress; prove it with train.batch_norm=local, or without "
+            "compress"
         )
 
 

@@ -1,21 +1,19 @@
 """Compressed sums of several ranks, played by threads: against sums written out, counted bytes, and steps that are not taken."""
 
 import math
-import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
-from shoal.comm.trafficcounter import TrafficCounter
 from shoal.compression.build import build_codec, has_residual
 from shoal.compression.config import CompressionConfig
 from shoal.compression.exchange import CompressedSum
 from shoal.compression.keyed import codec_key
 from shoal.compression.layout import TensorPart, cut_as_owned, cut_evenly
 from shoal.core.compressrule import CompressRule
+from support.thread_ranks import on_ranks
 
 SHAPES = {"a.weight": (70, 33), "b.bias": (50,), "c.weight": (40, 60), "d.weight": (129, 2, 9), "e.scale": ()}
 RULES = ["fp16", "bf16", "fp8", "int8", "int4", "qsgd:4", "natural", "sign", "topk:0.05", "threshold:0.5"]
@@ -34,60 +32,6 @@ RULES += ["dgc:0.05", "randk:0.1", "powersgd:2"]
     "randk:0.1",
     "powersgd:2",
 ]
-
-
-class ThreadTransport:
-    """Collectives between threads of this process: everyone puts down what it has, and reads what the others put down."""
-
-    def __init__(self, rank: int, table: list, barrier: threading.Barrier) -> None:
-        self.rank, self.table, self.barrier = rank, table, barrier
-
-    def _share(self, own: object) -> list:
-        self.table[self.rank] = own
-        self.barrier.wait(30)
-        seen = list(self.table)
-        self.barrier.wait(30)
-        return seen
-
-    def all_reduce_(self, tensor: Tensor) -> None:
-        total, *others = self._share(tensor.clone())
-        total = total.clone()
-        for other in others:
-            total += other
-        tensor.copy_(total)
-
-    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
-        for part, other in zip(torch.split(whole, list(counts)), self._share(own.clone()), strict=True):
-            part.copy_(other)
-
-    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        for part, other in zip(received, self._share([one.clone() for one in sent]), strict=True):
-            part.copy_(other[self.rank])
-
-
-def on_ranks(size: int, work: Callable[[Channel], object]) -> list:
-    """What each of several ranks returns."""
-    table, barrier, found = [None] * size, threading.Barrier(size), [None] * size
-    errors = []
-
-    def play(rank: int) -> None:
-        channel = Channel(
-            "dp", rank=rank, size=size, transport=ThreadTransport(rank, table, barrier), traffic=TrafficCounter()
-        )
-        try:
-            found[rank] = work(channel)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
 
 
 def gradient(rank: int, step: int) -> dict[str, Tensor]:

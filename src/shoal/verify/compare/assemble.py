@@ -70,6 +70,9 @@ def assemble(pieces: Mapping[str, Sequence[RankPiece]]) -> tuple[dict[str, Tenso
 
 def placement_of(key: str, local: Tensor, table: Mapping[str, Mapping[str, object]]) -> Placement:
     """Where a captured tensor lies: optimizer state lies where its parameter does, step counts and buffers are whole."""
+    if key in table:
+        # What compressed sums remember together is cut otherwise than its parameter.
+        return read_placement(table[key])
     kind, _, name = key.partition("/")
     if kind == "optimizer":
         name = name.rpartition("/")[0]

@@ -345,6 +345,17 @@ _ALL: Sequence[Mutant] = (
         "fragment applied one step late", "dp=2 sync=stream:4,2,1", "weight", island_bugs.apply_late, overrides=_LONGER
     ),
     Mutant(
+        "fragment applied before it has arrived",
+        "dp=2 sync=stream:4,2,1",
+        "weight",
+        island_bugs.apply_unarrived,
+        overrides=_LONGER,
+        reported="torchft, a round that commits although a sum in flight failed",
+    ),
+    Mutant(
+        "outer momentum averaged twice", "dp=2 sync=diloco:3", "weight", island_bugs.average_twice, overrides=_LONGER
+    ),
+    Mutant(
         "push-sum weight forgotten",
         "dp=3 sync=pushsum:random",
         "weight",

@@ -41,7 +41,9 @@ from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.verify.reference.case import Case, Tree
 
-_FORBIDDEN = ("shoal.parallel.", "shoal.pipeline.", "shoal.paramserver.", "shoal.replicas.", "shoal.engine.")
+_FORBIDDEN = tuple(
+    f"shoal.{room}." for room in ("parallel", "pipeline", "paramserver", "replicas", "compression", "engine")
+)
 _HOW_TO_GO_ON = (
     "draw with nn.Dropout or F.dropout, which have a key, or turn it off for the proof, as by --set model.args.NAME=0 where "
     "model.build takes such an argument; training does not need this"

@@ -144,7 +144,7 @@ def run_reference(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
             refuse_not_finite(loss, norm, step)
         captured = {f"grad/{name}": grad / scale.scale for name, grad in gradients.items()} if finite else {}
         if finite:
-            _update(parts, gradients, norm, scale.scale)
+            apply_update(parts, gradients, norm, scale.scale)
         captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
         recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
         scale = scale.after_step(finite) if parts.precision.scales_loss else scale
@@ -163,19 +163,31 @@ def tree_gradients(
     parts: ReferenceModel, step: int, ids: Ids, tree: Tree, scale: float
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one global batch, added in the plan's tree; still multiplied by ``scale``."""
+    return add_replicas(replica_gradients(parts, step, ids, tree, scale))
+
+
+def replica_gradients(
+    parts: ReferenceModel, step: int, ids: Ids, tree: Tree, scale: float
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Each replica's share of the loss and of the gradient; still multiplied by ``scale``."""
     replicas = _groups_of(parts, ids, tree)
     total = max(1.0, sum(weigh(parts, cut) for group in replicas for cut in group))
-    sums: dict[str, Tensor] = {}
-    loss: Tensor | None = None
+    found = []
     for group in replicas:
         partial, own = group_gradients(parts, step, group, tree, total=total, scale=scale)
         if any(len(cut) for cut in group):
             refuse_untouched(parts, {name for name, _ in parts.named} - set(own))
+        found.append((partial, own))
+    return found
+
+
+def add_replicas(replicas: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient of all replicas, in their order."""
+    sums: dict[str, Tensor] = {}
+    for _, own in replicas:
         for name, grad in own.items():
             sums[name] = sums[name] + grad if name in sums else grad
-        loss = partial if loss is None else loss + partial
-    assert loss is not None
-    return float(loss), sums
+    return float(reduce(add, [partial for partial, _ in replicas])), sums
 
 
 def _groups_of(parts: ReferenceModel, ids: Ids, tree: Tree) -> list[list[Ids]]:
@@ -243,7 +255,8 @@ def relative_distance(gradients: Mapping[str, Tensor], others: Mapping[str, Tens
     return math.sqrt(apart / size) if size > 0 else math.sqrt(apart)
 
 
-def _update(parts: ReferenceModel, gradients: Mapping[str, Tensor], norm: float, scale: float) -> None:
+def apply_update(parts: ReferenceModel, gradients: Mapping[str, Tensor], norm: float, scale: float) -> None:
+    """Clip by the norm, take the loss scale off, and let the optimizer step."""
     limit = parts.optim.clip
     shorten = limit / norm if limit is not None and norm > limit else 1.0
     for name, parameter in parts.named:

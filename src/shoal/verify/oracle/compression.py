@@ -1,0 +1,164 @@
+"""One process that plays all replicas of a plan whose gradients go between them compressed, by the rules of the papers.
+
+Every replica has a gradient of its own, added in the plan's tree; ``sums.py`` has what each sends and remembers, and what the sum
+of it is. What replicas remember is recorded as optimizer state is, ``optimizer/TENSOR/residual-R``, so that a proof names the
+first replica whose memory is wrong.
+
+1-bit Adam (Tang et al. 2021, algorithm 1) sends no gradients: from its first compressed step on the variance stays as it is, each
+replica moves the momentum by its own gradient, and the mean of the signs that are sent is everyone's momentum.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.core.compressrule import CompressRule
+from shoal.optim.build import set_rate
+from shoal.optim.rates import rate
+from shoal.verify.oracle.sums import CompressedSums, add_up
+from shoal.verify.reference.case import Case, Tree
+from shoal.verify.reference.model import (
+    ReferenceModel,
+    assert_alone,
+    build_reference,
+    global_batches,
+    measure_movement,
+    norm_of,
+    refuse_not_finite,
+)
+from shoal.verify.reference.recording import Recorder, model_tensors, saved_buffers
+from shoal.verify.reference.train import (
+    add_replicas,
+    apply_update,
+    flat_gradients,
+    narrow_weights,
+    relative_distance,
+    replica_gradients,
+)
+
+Gradients = dict[str, Tensor]
+
+
+def run_compressed(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
+    """Train ``case.steps`` steps and record each in ``folder``, as ``run_reference`` does.
+
+    Raises:
+        RequestError: the model draws random numbers of its own, or a loss is not finite even here.
+    """
+    parts = build_reference(case)
+    training = CompressedTraining(parts, tree)
+    recorder, flat_errors = Recorder(folder, "reference"), []
+    scale = parts.precision.first_loss_scale
+    initial = {name: parameter.detach().clone() for name, parameter in parts.named}
+    for step, ids in enumerate(global_batches(parts)):
+        set_rate(parts.optimizer, rate(parts.optim, step, case.total_steps))
+        flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
+        replicas = replica_gradients(parts, step, ids, tree, scale.scale)
+        loss, dense = add_replicas(replicas)
+        if flat is not None:
+            flat_errors.append(relative_distance(dense, flat))
+        gradients = training.sum(step, [own for _, own in replicas])
+        norm = norm_of([gradients[name] for name in sorted(gradients)]) / scale.scale
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if not (parts.precision.scales_loss and math.isfinite(loss)):
+            refuse_not_finite(loss, norm, step)
+        captured = {f"grad/{name}": grad / scale.scale for name, grad in gradients.items()} if finite else {}
+        training.update(step, gradients, norm, scale.scale, is_taken=finite)
+        captured |= model_tensors(parts.named, parts.optimizer, saved_buffers(parts.model))
+        captured |= training.memory()
+        recorder.add(loss=loss, norm=norm, skipped=not finite, tensors=captured)
+        scale = scale.after_step(finite) if parts.precision.scales_loss else scale
+    flat_error = max(flat_errors, default=None)
+    recorder.close(flat=flat_error, movement=measure_movement(parts, initial), narrow=narrow_weights(parts, tree))
+    assert_alone()
+    return {"flat": flat_error}
+
+
+class CompressedTraining:
+    """A model, and the sums of its replicas' gradients."""
+
+    def __init__(self, parts: ReferenceModel, tree: Tree) -> None:
+        assert tree.compress is not None and tree.delay is None and tree.islands == 1
+        self._parts, self._count = parts, tree.replicas
+        self._rule = CompressRule.parse(tree.compress)
+        self._sums = CompressedSums(
+            self._rule,
+            tree.compression,
+            {name: tuple(parameter.shape) for name, parameter in parts.named},
+            seed=parts.case.seed,
+            num_ranks=tree.replicas,
+            has_way_back=not tree.keeps_shards,
+        )
+
+    def sum(self, step: int, replicas: Sequence[Mapping[str, Tensor]]) -> Gradients:
+        """What all replicas take for the sum of their gradients; under 1-bit Adam, for the momentum of compressed tensors."""
+        if not self._sums.is_compressed(step):
+            return self._sums.sum(step, replicas)
+        if self._rule.kind == "onebit":
+            return self._agree_on_momentum(step, replicas)
+        if self._rule.kind == "dgc":
+            replicas = [self._clipped(own) for own in replicas]
+        return self._sums.sum(step, replicas)
+
+    def update(self, step: int, gradients: Gradients, norm: float, scale: float, *, is_taken: bool) -> None:
+        """The step by a sum; one that is not taken leaves everything, what is remembered too, as it was."""
+        if not is_taken:
+            self._sums.forget()
+            return
+        self._sums.commit()
+        is_compressed = self._sums.is_compressed(step)
+        if self._rule.kind == "onebit" and is_compressed:
+            self._step_by_momentum(gradients)
+        elif self._rule.kind == "dgc" and is_compressed:
+            # Each replica was clipped by itself (Lin et al. 2018, section 3.2).
+            apply_update(self._parts, gradients, 0.0, scale)
+        else:
+            apply_update(self._parts, gradients, norm, scale)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What replicas remember, by the names that captures use."""
+        return {f"optimizer/{key}": value for key, value in self._sums.memory().items()}
+
+    def _clipped(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A replica's gradient, no longer than its part of a sum of independent ones may be."""
+        if self._parts.optim.clip is None:
+            return own
+        limit, norm = self._parts.optim.clip / math.sqrt(self._count), norm_of([own[name] for name in sorted(own)])
+        return {name: grad * (limit / norm) for name, grad in own.items()} if norm > limit else own
+
+    def _moments(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._parts.optimizer.state[dict(self._parts.named)[name]]
+        return found
+
+    def _agree_on_momentum(self, step: int, replicas: Sequence[Mapping[str, Tensor]]) -> Gradients:
+        keeps = self._parts.optim.betas[0]
+        found: Gradients = {}
+        for name in sorted(replicas[0]):
+            gradients = [own[name] for own in replicas]
+            if name not in self._sums.names:
+                found[name] = add_up(gradients)
+                continue
+            before = self._moments(name)["exp_avg"]
+            # A replica's share of the mean, times their number, is the mean of its own samples.
+            momenta = [keeps * before + (1 - keeps) * (self._count * gradient) for gradient in gradients]
+            found[name] = self._sums.mean(step, name, momenta)
+        return found
+
+    @torch.no_grad()
+    def _step_by_momentum(self, gradients: Mapping[str, Tensor]) -> None:
+        keeps, names = self._parts.optim.betas[0], {parameter: name for name, parameter in self._parts.named}
+        for group in self._parts.optimizer.param_groups:
+            for weight in group["params"]:
+                name = names[weight]
+                moments, found = self._parts.optimizer.state[weight], gradients[name]
+                is_momentum = name in self._sums.names
+                momentum = found if is_momentum else keeps * moments["exp_avg"] + (1 - keeps) * found
+                moments["exp_avg"].copy_(momentum)
+                moments["step"] += 1
+                if group["weight_decay"]:
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(group["lr"] * (momentum / (moments["exp_avg_sq"].sqrt() + group["eps"])))

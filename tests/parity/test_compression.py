@@ -1,0 +1,65 @@
+"""Compressed gradients equal one process that plays all replicas by the papers' rules, bit for bit, and so does their memory."""
+
+import pytest
+
+from shoal.core.plan import Plan
+from shoal.trainer.config import load_recipe
+from shoal.verify.proof import Prover
+from shoal.verify.request import build_subject, check_plan
+from support.processes.command import TINY
+
+SETTINGS = ("train.steps=24", "train.global_batch=12", "optim.clip=0.5", "optim.schedule=cosine")
+TWO = (
+    "dp=2 compress=int8",
+    "dp=2 zero=1 compress=int4",
+    "dp=2 compress=topk:0.05@2",
+)
+PIPELINE = ("dp=2 pp=2 schedule=1f1b compress=powersgd:2",)
+CODECS = (
+    *("fp16", "bf16", "fp8", "int8", "int8:24@3", "int4", "sign", "qsgd:2", "qsgd:8", "natural"),
+    *("topk:0.05", "threshold:0.001", "randk:0.1", "dgc:0.02@2", "powersgd:2"),
+)
+LAYOUTS = {
+    2: ("dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 microbatches=3"),
+    3: ("dp=3",),
+    4: ("dp=4", "dp=2 pp=2", "dp=2 pp=2 zero=1", "dp=2 pp=2 schedule=interleaved"),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def prove(prover, recipe, text, *more):
+    subject = build_subject(load_recipe(recipe, [*SETTINGS, *more]))
+    plan = Plan.parse(text)
+    check_plan(subject, plan)
+    found = prover.prove(subject, plan, "float32")
+    assert found.ok and found.bitwise and found.steps >= 10, f"{text} {more}: {found.reason}"
+    assert found.prediction.ok, (text, found.prediction.off)
+    return found
+
+
+def settings_of(text):
+    """DGC clips each replica's own gradient, of which no rank of a pipeline has all."""
+    return ("optim.clip=null",) if "dgc" in text and "pp=" in text else ()
+
+
+@pytest.mark.parametrize("plans", [TWO, PIPELINE], ids=["replicas", "pipeline"])
+def test_compressed_gradients_equal_one_process_that_plays_all_replicas(recipe, plans):
+    with Prover(steps=3) as prover:
+        for plan in plans:
+            prove(prover, recipe, plan)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_under_every_layout(recipe, codec):
+    with Prover(steps=3) as prover:
+        for layouts in LAYOUTS.values():
+            for layout in layouts:
+                text = f"{layout} compress={codec}"
+                prove(prover, recipe, text, *settings_of(text))
