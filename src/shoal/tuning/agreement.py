@@ -145,7 +145,14 @@ class _Messages:
 
         def traffic(names: Collection[str]) -> TrafficCounts:
             held = {name: self._elements[name] for name in self._elements if name in names}
-            sizes = Sizes(elements=held, item_bytes=self._item_bytes, order=self._order)
+            inside = (plan.dp or 1) * plan.ranks_per_replica
+            sizes = Sizes(
+                elements=held,
+                item_bytes=self._item_bytes,
+                order=self._order,
+                islands=plan.islands,
+                inside=inside,
+            )
             has_order = plan.islands <= 2
             return step_traffic(rule, step, sizes, is_round=is_round, has_order=has_order, place=0, matrix=matrix)
 

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from shoal.comm.world import World
 from shoal.engine.callbacks import adapt
 from shoal.engine.config import TrainConfig
+from shoal.optim.adapt import HyperState, mean_square
+from shoal.optim.config import OptimConfig
 from shoal.trainer import loop, steprate
 from shoal.verify.mutants.planted_bugs import Honest, Swap, replaces
 
 
 def measure_own_gradients(world: World) -> list[Swap]:
     """The noise is that of this rank's own microbatches: the other replicas' are not looked at."""
-    honest = adapt.mean_square
+    honest = mean_square
 
     def measure(squares: Sequence[float], weights: Sequence[float]) -> tuple[float, int]:
         each = len(squares) // world.size
@@ -34,7 +36,7 @@ def grow_late(honest: Honest, train: TrainConfig, step: int, level: int = 0) -> 
 
 
 @replaces(adapt, "after_cosine")
-def turn_cosine(honest: Honest, state: adapt.HyperState, cosine: float, config: adapt.OptimConfig) -> adapt.HyperState:
+def turn_cosine(honest: Honest, state: HyperState, cosine: float, config: OptimConfig) -> HyperState:
     """Hypergradient descent goes up: the rate grows where gradients turn back."""
-    found: adapt.HyperState = honest(state, -cosine, config)
+    found: HyperState = honest(state, -cosine, config)
     return found
