@@ -28,7 +28,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.compression import SavedSums, say_dropped
+from shoal.engine.compression.saved import SavedSums, say_dropped
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
 from shoal.engine.islands import PREFIX as ISLANDS
@@ -55,6 +55,7 @@ from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction, sum_partial_
 from shoal.parallel.describe import describe
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
+from shoal.parallel.onebit import MomentumSums
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.runtime import Runtime
 
@@ -245,7 +246,7 @@ class ParallelModel:
             set_rate(self.optimizer, lr)
         if self.islands is not None:
             self.islands.before_update()
-        self.optimizer.step()
+        self.update()
         if self.islands is not None:
             self._meet(self.islands, number, lr=lr, samples=self._samples)
         if not self.publishes_by_itself:
@@ -262,6 +263,15 @@ class ParallelModel:
         self.islands.before_update()
         self._meet(self.islands, number, lr=lr, samples=0)
         self.reduction.publish()
+
+    def update(self) -> None:
+        """The optimizer's own step; under 1-bit Adam that of the frozen variance, once it is."""
+        exchange = self.reduction.exchange
+        if isinstance(exchange, MomentumSums) and exchange.is_compressed:
+            exchange.update(self.optimizer)
+            exchange.sums.commit()
+        else:
+            self.optimizer.step()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""

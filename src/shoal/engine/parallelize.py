@@ -20,8 +20,9 @@ from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.batchschedule import most_microbatches
-from shoal.engine.compression import SavedSums
-from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.compression.saved import SavedSums
+from shoal.engine.compression.settings import check_compression
+from shoal.engine.config import Settings
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.islands import Islands
@@ -29,7 +30,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.resolve import asks_the_model, check_compression, check_settings, schedule_of
+from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
@@ -47,6 +48,7 @@ from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.compressed import Compressing
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
+from shoal.parallel.onebit import MomentumSums
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
@@ -99,8 +101,7 @@ def parallelize(
         RequestError: the plan does not fit the model, or settings do not fit the plan.
     """
     train = settings.train
-    check_settings(train, plan)
-    check_compression(settings, plan)
+    check_all_settings(settings, plan)
     loss = _settle_loss(loss, model, data, plan)
     refuse_lazy(model)
     given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
@@ -138,11 +139,21 @@ def parallelize(
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(
-        parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks), compressing=compressing
+        parts, data, dropout=dropout, settings=settings, status=status, hooks=Hooks(hooks), compressing=compressing
     )
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
     return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
+
+
+def check_all_settings(settings: Settings, plan: Plan) -> None:
+    """Refuse settings that this plan cannot carry out.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    check_settings(settings.train, plan)
+    check_compression(settings, plan)
 
 
 def _make_optimizer(
@@ -165,6 +176,8 @@ def _make_optimizer(
         # Every way to take a step comes by here, a script's own too; one that is not taken does not.
         sums = reduction.exchange.sums
         made.register_step_post_hook(lambda *_: sums.commit())
+    if isinstance(reduction.exchange, MomentumSums):
+        reduction.exchange.attach(made, reduction.updated)
     return made
 
 
@@ -180,6 +193,11 @@ def _given_optimizer(
         raise RequestError(
             f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is "
             "stepped by its script; use schedule=1f1b, or a recipe with [optim]"
+        )
+    if plan.compress is not None and CompressRule.parse(plan.compress).kind == "onebit":
+        raise RequestError(
+            f"plan {str(plan)!r}: compress={plan.compress} takes the optimizer over, and this one is the script's own; use a "
+            "recipe with [optim], or compress=int8"
         )
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
     return GivenOptimizer(made, model)
@@ -227,13 +245,14 @@ def _build_passes(
     data: Splits,
     *,
     dropout: DropoutKey,
-    train: TrainConfig,
+    settings: Settings,
     status: RankStatus | None,
     hooks: Hooks,
     compressing: Compressing | None,
 ) -> Passes:
     """What runs microbatches: gradients are summed by the objective's data-parallel wrapper, or by the pipeline's stages."""
-    objective, cut = parts.objective, parts.cut
+    objective, cut, train = parts.objective, parts.cut, settings.train
+    gathering = settings.compression if settings.compression.weights != "none" else None
     wrapped: nn.Module = objective
     reduction: Reduction
     runtime = None
@@ -248,6 +267,7 @@ def _build_passes(
             compile_model=train.compile,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
     else:
         stages = reduce_stages(
@@ -259,6 +279,7 @@ def _build_passes(
             layout=parts.layout,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
         observe = hooks.on_action if hooks.times_actions else None
         runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)
@@ -297,6 +318,7 @@ def _compressing(settings: Settings, plan: Plan, world: World) -> Compressing | 
         device=world.device,
         clip=settings.optim.clip,
         allows_untouched=settings.train.unused_parameters,
+        form=MomentumSums if CompressRule.parse(plan.compress).kind == "onebit" else None,
     )
 
 

@@ -23,11 +23,11 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.callbacks.adapt_rules import adapt_problems
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,
     asks_the_model,
-    check_compression,
     check_settings,
     choose_plan,
     count_updates,
@@ -367,7 +367,9 @@ def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
     """Codecs that cost more than they save, or will have no effect."""
     config = recipe.compression
-    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    used = ("weights", "block", "min_elements") if config.weights != "none" else ()
+    fields = type(config).model_fields.items()
+    changed = [name for name, field in fields if getattr(config, name) != field.default and name not in used]
     if plan.compress is None:
         if changed:
             named = ", ".join(f"compression.{name}" for name in changed)
