@@ -243,7 +243,7 @@ def _print_ways(answer: "Answer") -> None:
     lost = [f"~{number}" for number, way in enumerate(answer.ways, start=1) if not way.is_worth]
     if lost:
         print(
-            f"not worth it: {', '.join(lost)}; encoding takes more than the bytes that it saves, or rounds more than the sums of 1"
+            f"not worth it: {', '.join(lost)}; encoding takes more than the bytes that it saves, or rounds more than sums"
         )
     if any(way.found.not_executed for way in answer.ways):
         words = dict.fromkeys(word.partition("=")[0] for way in answer.ways for word in way.found.not_executed)

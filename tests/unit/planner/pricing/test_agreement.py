@@ -1,5 +1,6 @@
 """How replicas agree in seconds and bytes: what a policy keeps, what a stream hides, what a codec costs."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,21 @@ from shoal.core.compressrule import CompressRule
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
 from shoal.planner.hardware.clusters import read_cluster
-from shoal.planner.pricing.agreement import Agreement, AgreementTimes, agree_parts, is_exact, price_agreement
+from shoal.planner.pricing.agreement import (
+    Agreement,
+    AgreementTimes,
+    agree_parts,
+    is_exact,
+    price_agreement,
+    rank_shapes,
+    updated_share,
+)
 from shoal.planner.pricing.codecs import SPEEDS, CodecWork, codec_work
 from shoal.planner.pricing.cost import StepParts
 from shoal.replicas.build import build_policy
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.policy import Island
-from support.planner.jobs import job_of
+from support.planner.jobs import job_of, shape_of
 
 
 def job_on(cluster):
@@ -103,3 +112,18 @@ def test_work_of_a_codec():
     assert both.seconds(rule, 1e9) == pytest.approx(
         4 * (1250 / SPEEDS["int8"].encode + 2000 / SPEEDS["int8"].decode) / 1e9
     )
+
+
+@pytest.mark.parametrize("numbers", [{}, {"tied": True}, {"is_gated": True, "experts": 4, "chosen_experts": 2}])
+def test_a_model_by_its_numbers_has_matrices_with_all_its_weights(numbers):
+    for layer in job_of(shape_of(**numbers)).chain.layers:
+        assert sum(math.prod(shape) for _, shape in layer.shapes) == layer.weights, layer.name
+        if layer.name.startswith("block"):
+            assert max(math.prod(shape) for _, shape in layer.shapes if len(shape) == 2) >= 1024 * 1024
+
+
+def test_a_rank_of_a_pipeline_sends_what_its_stages_have():
+    job = job_of(software="shoal")
+    alone, both = rank_shapes(job, Plan(dp=2)), rank_shapes(job, Plan(dp=2, pp=2))
+    assert set(both) < set(alone) and updated_share(job, Plan(dp=2)) == 1.0
+    assert updated_share(job, Plan(dp=4, zero=1)) == pytest.approx(1 / 4)
