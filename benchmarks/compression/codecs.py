@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, default=1 << 22)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / f"codecs-{date.today()}.json")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / f"{date.today()}.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(given.elements, given.rounds)

@@ -208,7 +208,7 @@ def _commands(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
             yield f"run {number} with: {command}"
 
 
-_WAYS = ("", "plan", "step", "longest", "against", "sent per step", "codec", "memory", "head room")
+_WAYS = ("", "plan", "step", "longest", "faster", "sent per step", "codec", "memory", "head room")
 
 
 def _print_ways(answer: "Answer") -> None:
@@ -219,7 +219,7 @@ def _print_ways(answer: "Answer") -> None:
         return
     print()
     print("other ways to agree, which do not equal one process: the loss changes, and by how much is not predicted")
-    rows = []
+    rows, best = [], answer.found.ranked[0]
     for number, way in enumerate(answer.ways, start=1):
         found = way.found
         times = found.agreement
@@ -231,7 +231,7 @@ def _print_ways(answer: "Answer") -> None:
                 found.plan,
                 f"{found.seconds:.4g} s",
                 f"{found.longest_seconds:.4g} s",
-                f"{way.dense.seconds / found.seconds:.2f}x",
+                f"{best.seconds / found.seconds:.2f}x",
                 format_bytes(times.bytes_per_step),
                 say_seconds(times.codec_seconds) if found.plan.compress else "",
                 format_bytes(found.memory.allocated),
@@ -239,19 +239,21 @@ def _print_ways(answer: "Answer") -> None:
             )
         )
     print_table(_WAYS, rows)
-    print("against: the same plan without its codec; of a policy, plan 1")
+    print("step is the mean, longest a step with a round; sent is what leaves a rank; faster is beside plan 1")
     lost = [f"~{number}" for number, way in enumerate(answer.ways, start=1) if not way.is_worth]
     if lost:
-        print(f"not worth it: {', '.join(lost)}; encoding and rounds take more than the bytes that they save")
+        print(
+            f"not worth it: {', '.join(lost)}; encoding takes more than the bytes that it saves, or rounds more than sums"
+        )
     if any(way.found.not_executed for way in answer.ways):
         words = dict.fromkeys(word.partition("=")[0] for way in answer.ways for word in way.found.not_executed)
         print(f"* is priced and not executed by Shoal yet ({', '.join(words)})")
     if "lossy" not in answer.request.allow:
         print("--allow lossy ranks all of them, and says how to run them")
         return
-    best = next((way for way in answer.ways if way.is_worth and answer.command(way.found) is not None), None)
-    if best is not None:
-        print(f"run ~{answer.ways.index(best) + 1} with: {answer.command(best.found)}")
+    first = next((way for way in answer.ways if way.is_worth and answer.command(way.found) is not None), None)
+    if first is not None:
+        print(f"run ~{answer.ways.index(first) + 1} with: {answer.command(first.found)}")
 
 
 def _splits(answer: "Answer") -> Iterator[str]:

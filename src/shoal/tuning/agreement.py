@@ -145,13 +145,12 @@ class _Messages:
 
         def traffic(names: Collection[str]) -> TrafficCounts:
             held = {name: self._elements[name] for name in self._elements if name in names}
-            inside = (plan.dp or 1) * plan.ranks_per_replica
             sizes = Sizes(
                 elements=held,
                 item_bytes=self._item_bytes,
                 order=self._order,
                 islands=plan.islands,
-                inside=inside,
+                inside=plan.world_size // plan.islands,
             )
             has_order = plan.islands <= 2
             return step_traffic(rule, step, sizes, is_round=is_round, has_order=has_order, place=0, matrix=matrix)
@@ -185,7 +184,8 @@ def _compressed_sum(plan: Plan, rule: CompressRule, shapes: Shapes, config: Comp
     num_ranks = (plan.dp or 1) * plan.cp
     parts = {name: TensorPart(shape) for name, shape in shapes.items()}
     owned = _owned(shapes, num_ranks) if plan.zero else None
-    link = Link(axis=Axis.DATA.value, num_ranks=num_ranks, has_order=num_ranks <= 2)
+    # The names that channels have: ZeRO shards along dp alone.
+    link = Link(axis=Axis.DATA.value if plan.zero else "replicas", num_ranks=num_ranks, has_order=num_ranks <= 2)
     step = rule.start + config.warmup
     counts = sum_traffic(parts, rule, config, link, step=step, owned=owned, sent_counts=_guess(parts, rule, config))
     elements = sum(math.prod(shape) for shape in shapes.values() if is_compressed(shape, rule, config))

@@ -53,9 +53,14 @@ def forecast_plan(recipe: Recipe, plan: Plan) -> Page:
     """What a run by a plan will take on this machine, with where the machine's constants are from.
 
     Raises:
-        RequestError: the plan does not fit, or the machine file is wrong.
+        RequestError: the plan does not fit, has islands, or the machine file is wrong.
         RunError: a process that rehearses died.
     """
+    if plan.sync != "allreduce":
+        raise RequestError(
+            f"plan {str(plan)!r}: steps of islands differ, for some end with a round of sync={plan.sync}, and one is rehearsed for "
+            f"all; leave --forecast out, or play the rounds with `shoal simulate`"
+        )
     machine, origin = find_machine(None, num_processes=plan.world_size, log=_log)
     return {**rehearse_plan(recipe, plan, machine), "machine": origin, "runner_up": None}
 

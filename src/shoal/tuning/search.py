@@ -63,7 +63,9 @@ class PlanChoice:
             lines.append(f"  {self.tried}:")
             lines += [f"    {_of_turns(page)}" for page in self.ranked if "tried_seconds" in page]
         lines.append(f"  constants: {self.machine}")
-        lines.append("  asynchronous schedules and parameter servers are never picked: they change what is computed")
+        lines.append(
+            "  asynchronous schedules, parameter servers, sync and compress are never picked: they change what is computed"
+        )
         return lines + [f"  {warning}" for warning in self.warnings]
 
     def page(self) -> Page:

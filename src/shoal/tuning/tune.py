@@ -104,9 +104,16 @@ def _left_out(recipe: Recipe) -> str:
     if recipe.plan.strip() == AUTO:
         return ""
     plan = Plan.parse(recipe.plan)
-    if not plan.ps and not (plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous):
+    if plan.ps:
+        what = "parameter servers change"
+    elif plan.sync != "allreduce":
+        what = f"sync={plan.sync} changes"
+    elif plan.compress is not None:
+        what = f"compress={plan.compress} changes"
+    elif plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
+        what = f"schedule={plan.schedule} changes"
+    else:
         return ""
-    what = "parameter servers change" if plan.ps else f"schedule={plan.schedule} changes"
     return f"the recipe's own plan, {plan}, is left out: {what} what is computed, and only plans that do not are tried"
 
 

@@ -197,3 +197,21 @@ def test_the_simplest_of_those_as_good_comes_first_however_many_are_asked_for(sh
         )
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "out.json").read_text())["plans"][0]["plan"] == "dp=16"
+
+
+def test_other_ways_to_agree_stand_apart_and_are_run_where_they_are_asked_for(shoal, tmp_path):
+    (tmp_path / "own.toml").write_text(TINY)
+    options = ("--cluster", "x86-server:2x1@ethernet-100m", "--set", "model.hidden=128", "--top", 3)
+    done = shoal("plan", "own.toml", *options)
+    assert done.returncode == 0, done.stderr
+    ranking, _, block = done.stdout.partition("other ways to agree, which do not equal one process")
+    assert "sync=" not in ranking and "compress=" not in ranking and "~1 " in block and "~1 " not in ranking
+    assert "run ~" not in block and "--allow lossy ranks all of them" in block
+    done = shoal("plan", "own.toml", *options, "--allow", "lossy", "--why-not", "dp=2 compress=int8", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    first = found["other_ways"][0]
+    assert f"run ~1 with: {first['command']}" in done.stdout and "run 1 with: " in done.stdout
+    assert first["equals_one_process"] is False and first["is_worth"] and first["dense_seconds"] > first["seconds"]
+    assert found["asked"]["plan"] == "dp=2 compress=int8" and found["asked"]["agreed_bytes_per_step"] > 0
+    assert "dp=2 compress=int8 does not equal one process" in done.stdout

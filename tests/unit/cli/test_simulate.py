@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.rundir import RunDir
+from shoal.tuning.simulation import simulate as play
 
 pytestmark = pytest.mark.timeout(240)
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -184,3 +185,44 @@ def test_what_cannot_be_is_one_message_and_code_2(shoal, tiny, arguments, messag
     done = simulate(shoal, tiny, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_islands_and_codecs_are_played(shoal, tiny, tmp_path):
+    cluster = "x86-server:2x2@ethernet-100m"
+    done = simulate(
+        shoal, tiny, "--plan", "islands=2 dp=2 sync=diloco:5", "--cluster", cluster, "--run-dir", "run", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    wide, agreed = found["wide_area"], found["agreed"]
+    assert (wide["sites"], wide["policy"], wide["period"]) == (2, "diloco:5", 5) and found["site_plan"] == "dp=2"
+    assert found["equals_one_process"] is False and "does not equal one process" in done.stdout
+    # A round after the last of five steps: the mean and the longest step are made of it.
+    alone, takes = wide["island_step_seconds"], wide["sync_seconds"]
+    assert found["step_seconds"] == pytest.approx(alone + takes / 5)
+    assert found["steps"]["max"] == pytest.approx(wide["longest_seconds"]) == pytest.approx(alone + takes)
+    assert agreed["bytes_per_step"] == pytest.approx(wide["bytes_per_sync"] / 5, rel=1e-3) and agreed["state_bytes"] > 0
+    events = [json.loads(line) for line in (tmp_path / "run/events/rank-000.jsonl").read_text().splitlines()]
+    (held,) = [event for event in events if event["kind"] == "round"]
+    assert (held["step"], held["policy"], held["islands"]) == (5, "diloco:5", 2) and held["seconds"] > 0
+    assert json.loads((tmp_path / "run/plan.json").read_text())["islands"] == 2
+    assert json.loads((tmp_path / "run/summary.json").read_text())["world_size"] == 4
+    dense, coded = (
+        play(tiny, cluster, plan, overrides=["compression.min_elements=64"]).as_values()
+        for plan in ("dp=4", "dp=4 compress=int8")
+    )
+    assert coded["breakdown"]["codec"] > 0 and coded["wide_area"] is None
+    assert coded["exposed"]["dp"] < dense["exposed"]["dp"] and dense["agreed"] is None and dense["equals_one_process"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--plan", "islands=2 dp=2 sync=local:5", "--local-steps", "5"], "--local-steps is another way"),
+        (["--plan", "islands=3 sync=local:5"], "not a multiple of the 3 that one replica of each island takes"),
+        (["--plan", "dp=4 compress=int9"], "did you mean 'int8'"),
+    ],
+)
+def test_islands_that_cannot_be_played_are_refused(shoal, tiny, options, message):
+    done = shoal("simulate", tiny, "--cluster", "x86-server:2x2", *options)
+    assert done.returncode == 2 and message in done.stderr

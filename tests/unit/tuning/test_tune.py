@@ -10,6 +10,8 @@ from shoal.tuning.tune import tune
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
+        ("dp=2 sync=local:5", ["the recipe's own plan, dp=2 sync=local:5, is left out: sync=local:5 changes what is computed"]),
+        ("dp=2 compress=int8", ["the recipe's own plan, dp=2 compress=int8, is left out: compress=int8 changes"]),
         ("ps=1 workers=2", ["the recipe's own plan, ps=1 workers=2, is left out: parameter servers change what is computed"]),
         ("pp=2 schedule=pipedream", ["the recipe's own plan, pp=2 schedule=pipedream, is left out: schedule=pipedream changes"]),
         ("dp=2", []),

@@ -15,6 +15,7 @@ from shoal.planner.simulation.conditions import (
     parse_slow,
     place_of,
     ranks_of,
+    split_islands,
     split_sites,
 )
 
@@ -84,3 +85,16 @@ def test_what_is_slow_keeps_its_place_when_replicas_are_dealt_out_to_sites():
 def test_sites_that_do_not_divide_are_refused():
     with pytest.raises(RequestError, match="3 sites cannot share 4 replicas"):
         split_sites(Conditions(), PLAN, 3)
+
+
+def test_what_is_slow_keeps_its_place_in_its_island():
+    """Islands are the outermost axis, so rank 9 of two islands of eight is the second of the second."""
+    plan = Plan(islands=2, pp=2, dp=2, tp=2, sync="local:4")
+    slow = tuple(parse_slow(text) for text in ("9:2.0", "islands=0:3.0", "pp=1:1.5"))
+    first, second = split_islands(Conditions(slow=slow, seed=5), plan)
+    inside = Plan(pp=2, dp=2, tp=2)
+    assert factors_of(inside, first).compute.tolist() == [[3.0, 3.0], [4.5, 4.5]]
+    assert factors_of(inside, second).compute.tolist() == [[2.0, 1.0], [1.5, 1.5]]
+    assert first.seed != second.seed
+    with pytest.raises(RequestError, match="has 2 ranks along islands"):
+        split_islands(Conditions(slow=(parse_slow("islands=2:2"),)), plan)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
 from shoal.planner.hardware.presets import LINKS
-from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, pace_of, periods_around, simulate_rounds, sweep
+from shoal.planner.simulation.local_sgd import (
+    LocalUpdates,
+    Rounds,
+    find_link,
+    pace_of,
+    periods_around,
+    play_rounds,
+    simulate_rounds,
+    sweep,
+)
 
 
 def updates(period: int = 10, **changes) -> LocalUpdates:
@@ -119,3 +128,40 @@ def test_what_cannot_be_is_refused(changes, message):
 def test_too_few_steps_for_a_round():
     with pytest.raises(RequestError, match="5 steps of 4 sites hold no round of 10 steps of 4 sites"):
         simulate_rounds(np.ones((4, 5)), updates(period=10))
+
+
+def rounds(**changes):
+    """Cycles of four steps with an exchange of 3 seconds that is needed after the last."""
+    given = {"meets": (False, False, False, True), "exchange": (0.0, 0.0, 0.0, 3.0), "work": (0.0, 0.0, 0.0, 0.5)}
+    return Rounds(num_sites=2, **{**given, "sent": (0.0, 0.0, 0.0, 8.0), **changes})
+
+
+def test_a_round_is_part_of_the_step_that_it_follows():
+    found = play_rounds(np.ones((2, 8)), rounds(), period=4)
+    assert found.seconds.tolist() == [1, 1, 1, 4.5, 1, 1, 1, 4.5]
+    assert found.waited.tolist() == [0, 0, 0, 3.5, 0, 0, 0, 3.5]
+    assert found.has_round.tolist() == [False, False, False, True] * 2
+    assert found.pace.steps_per_second == pytest.approx(8 / 15) and found.pace.longest_seconds == 4.5
+    assert found.pace.communication == pytest.approx(7 / 15) and found.pace.bytes_per_step == 2.0
+
+
+@pytest.mark.parametrize(("delay", "longest"), [(1, 3.5), (2, 2.5), (3, 1.5)])
+def test_an_exchange_goes_on_beside_the_steps_until_it_is_needed(delay, longest):
+    found = play_rounds(np.ones((2, 8)), rounds(delay=delay), period=4)
+    assert found.seconds.max() == pytest.approx(longest)
+
+
+def test_an_exchange_waits_for_the_last_site_when_it_begins():
+    steps = np.ones((2, 4))
+    steps[1, 1] = 2.0
+    # Begun after the second step of the slower site, at 3; the other is at its fourth step by then.
+    found = play_rounds(steps, rounds(delay=2), period=4)
+    assert found.seconds.sum() == pytest.approx(max(3 + 3, 5) + 0.5)
+
+
+def test_what_sites_tell_each_other_holds_all_of_them_up():
+    steps = np.ones((2, 4))
+    steps[0, 0] = 2.0
+    told = rounds(meets=(True, False, False, True), told=(0.25, 0.0, 0.0, 0.0), delay=3)
+    found = play_rounds(steps, told, period=4)
+    assert found.seconds[0] == pytest.approx(2.25)
