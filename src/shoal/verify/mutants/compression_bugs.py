@@ -1,4 +1,4 @@
-"""Bugs of compressed sums that people met, or nearly met, in systems that have them, planted as those of ``planted_bugs.py`` are."""
+"""Bugs of compressed sums that people met, or nearly met, in systems that have them, planted as in ``planted_bugs.py``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

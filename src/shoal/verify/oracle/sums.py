@@ -71,6 +71,7 @@ class CompressedSums:
         self._has_way_back = self._is_blocks and has_way_back and bool(settings["both_ways"])
         self.names = {name for name, shape in shapes.items() if self._is_compressed(shape)}
         """Tensors that go compressed; the others are added as they are."""
+        self._shapes = shapes
         self._kept: dict[str, Floats] = {}
         """Memory by ``TENSOR/WHAT``, and ``TENSOR/WHAT-R`` where it is rank R's own; flat, but for matrices of PowerSGD."""
         for name in self.names:
@@ -119,8 +120,12 @@ class CompressedSums:
         self._next = {}
 
     def memory(self) -> dict[str, Tensor]:
-        """All that is remembered, by ``TENSOR/WHAT``."""
-        return {key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}
+        """All that is remembered, by ``TENSOR/WHAT``; what is a rank's own has the tensor's shape."""
+        found = {key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}
+        return {
+            key: value if owner_of(key) is None else value.view(*self._shapes[key.rpartition("/")[0]])
+            for key, value in found.items()
+        }
 
     def is_compressed(self, number: int) -> bool:
         """True at and after the rule's first step."""
@@ -152,11 +157,6 @@ class CompressedSums:
     def _is_matrix(self) -> bool:
         return self.rule.kind == "powersgd"
 
-    def mean(self, number: int, name: str, given: Sequence[Tensor]) -> Tensor:
-        """Through both legs, with the mean and not the sum on the way back."""
-        flats = [_flat(tensor) for tensor in given]
-        return torch.from_numpy(self._sum_blocks(name, number, flats, divisor=self.num_ranks)).view(given[0].shape)
-
     def _sum(self, name: str, number: int, given: Sequence[Floats]) -> Floats:
         if self._is_blocks:
             return self._sum_blocks(name, number, given)
@@ -179,7 +179,7 @@ class CompressedSums:
         parts = [codec(flat[start:stop], key, start) for start, stop in pairwise(edges)]
         return np.concatenate(parts)
 
-    def _sum_blocks(self, name: str, number: int, given: Sequence[Floats], divisor: int = 1) -> Floats:
+    def _sum_blocks(self, name: str, number: int, given: Sequence[Floats]) -> Floats:
         sent = []
         for rank, own in enumerate(given):
             wanted = self._wanted(name, rank, own)
@@ -188,8 +188,6 @@ class CompressedSums:
         total = sent[0]
         for one in sent[1:]:
             total = total + one
-        if divisor != 1:
-            total = total / np.float32(divisor)
         if not self._has_way_back:
             return total
         if self._remembers:
