@@ -1,11 +1,13 @@
 """Runs whose plan says ``compress``: counted bytes are the predicted ones, ZeRO changes no bit, a resume has every bit."""
 
 import copy
+from dataclasses import asdict
 
 import pytest
 
 from multiproc.test_island_runs import cut_back
 from shoal.core.plan import Plan
+from shoal.engine.sizes import RankPreview, measure_state
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe
@@ -48,6 +50,22 @@ def train_counted(world, plans):
             if counts != expected:
                 wrong.append(f"{counts} is not {expected}")
         steps.close()
+        preview = RankPreview.build(
+            plain,
+            analysis=trainer.engine.analysis,
+            plan=trainer.plan,
+            rank=world.rank,
+            precision=trainer.engine.precision,
+            part=None if trainer.engine.pipeline is None else trainer.engine.pipeline.part,
+        )
+        measured = measure_state(trainer.engine)
+        predicted = asdict(preview.state_bytes(recipe.optim, recipe.compression))
+        wrong += [
+            f"{what}: {size} bytes are not {predicted[what]}"
+            for what, size in measured.items()
+            if size != predicted[what]
+        ]
+        assert "compression" in measured
         found[text] = [trainer.engine.hash_weights(), *wrong]
         # Not the trainer, which would close the world.
         trainer.engine.close()
@@ -98,6 +116,7 @@ def test_every_method_counts_what_is_predicted_and_zero_changes_no_bit():
     refuse_differences(found[0])
     assert found[0] == found[1]
     clipped = {"optim": {"name": "sgd", "clip": 0.1, "lr": 0.1}, "compression": {"min_elements": 256, "warmup": 2}}
+    refuse_differences(run_on_ranks(train_counted, 2, {"dp=2 compress=onebit@1": {}, "dp=2 compress=onebit@2": {}})[0])
     momentum = {f"dp=2 zero={zero} compress=dgc:0.05": clipped for zero in (0, 1, 3)}
     refuse_differences(run_on_ranks(train_counted, 2, momentum, deadline_seconds=200)[0])
 
@@ -124,6 +143,7 @@ def test_pipelines_have_the_bits_of_replicas_alone():
         pytest.param("dp=2 zero=2 compress=topk:0.05@3", marks=pytest.mark.soak),
         pytest.param("dp=2 compress=powersgd:2", marks=pytest.mark.soak),
         pytest.param("dp=3 compress=sign@2", marks=pytest.mark.soak),
+        pytest.param("dp=2 compress=onebit@3", marks=pytest.mark.soak),
         pytest.param("dp=2 pp=2 compress=int4", marks=pytest.mark.soak),
     ],
 )

@@ -80,6 +80,8 @@ class CompressedSum:
         self.rule, self.config, self.channel, self.seed = rule, config, channel, seed
         self.owned = owned
         self.step = 0
+        self.numbers: dict[str, Tensor] = {}
+        """Further numbers that belong to the state, by name, the same on all ranks."""
         self.sent_counts: list[int] = []
         """Elements of each tensor that each rank sent at the last sum, where only the values tell (``threshold``)."""
         self._summed = frozenset(self.parts)
@@ -180,6 +182,8 @@ class CompressedSum:
     def reset(self) -> None:
         """The state of a run's start."""
         self.forget()
+        for number in self.numbers.values():
+            number.zero_()
         self._state = {}
         if self.rule.kind == "dgc":
             self._state = {"momentum": self._zeros(), "unsent": self._zeros()}

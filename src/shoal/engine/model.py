@@ -55,6 +55,7 @@ from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction, sum_partial_
 from shoal.parallel.describe import describe
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
+from shoal.parallel.onebit import MomentumSums
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.runtime import Runtime
 
@@ -231,13 +232,22 @@ class ParallelModel:
             set_rate(self.optimizer, lr)
         if self.islands is not None:
             self.islands.before_update()
-        self.optimizer.step()
+        self.update()
         if self.islands is not None:
             self.passes.enter("wait: other islands", number)
             rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
             self.islands.after_update(number, lr=float(rate))
         if not self.publishes_by_itself:
             self.reduction.publish()
+
+    def update(self) -> None:
+        """The optimizer's own step; under 1-bit Adam that of the frozen variance, once it is."""
+        exchange = self.reduction.exchange
+        if isinstance(exchange, MomentumSums) and exchange.is_compressed:
+            exchange.update(self.optimizer)
+            exchange.sums.commit()
+        else:
+            self.optimizer.step()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""

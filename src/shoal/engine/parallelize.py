@@ -19,6 +19,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
+from shoal.engine.codec_settings import check_compression
 from shoal.engine.compression import SavedSums
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.empty import Filler
@@ -28,7 +29,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.resolve import asks_the_model, check_compression, check_settings, schedule_of
+from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
@@ -46,6 +47,7 @@ from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.compressed import Compressing
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
+from shoal.parallel.onebit import MomentumSums
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
@@ -164,6 +166,8 @@ def _make_optimizer(
         # Every way to take a step comes by here, a script's own too; one that is not taken does not.
         sums = reduction.exchange.sums
         made.register_step_post_hook(lambda *_: sums.commit())
+    if isinstance(reduction.exchange, MomentumSums):
+        reduction.exchange.attach(made, reduction.updated)
     return made
 
 
@@ -179,6 +183,11 @@ def _given_optimizer(
         raise RequestError(
             f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is "
             "stepped by its script; use schedule=1f1b, or a recipe with [optim]"
+        )
+    if plan.compress is not None and CompressRule.parse(plan.compress).kind == "onebit":
+        raise RequestError(
+            f"plan {str(plan)!r}: compress={plan.compress} takes the optimizer over, and this one is the script's own; use a "
+            "recipe with [optim], or compress=int8"
         )
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
     return GivenOptimizer(made, model)
@@ -295,6 +304,7 @@ def _compressing(settings: Settings, plan: Plan, world: World) -> Compressing | 
         device=world.device,
         clip=settings.optim.clip,
         allows_untouched=settings.train.unused_parameters,
+        form=MomentumSums if CompressRule.parse(plan.compress).kind == "onebit" else None,
     )
 
 

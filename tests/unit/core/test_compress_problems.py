@@ -5,8 +5,8 @@ import pytest
 from shoal.compression.config import CompressionConfig
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.engine.codec_settings import compression_settings
 from shoal.engine.config import TrainConfig
-from shoal.engine.resolve import compression_settings
 from shoal.optim.config import OptimConfig
 
 
