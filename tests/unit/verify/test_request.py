@@ -43,7 +43,7 @@ def test_batch_norm_that_is_synchronised_splits_sums_too(tmp_path):
     assert texts(prepare_verify(path, plans=["dp=2"])) == [("dp=2", "float32"), ("dp=2", "float64")]
     local = prepare_verify(path, plans=["dp=2"], overrides=["train.batch_norm=local"])
     assert texts(local) == [("dp=2", "float32")]
-    with pytest.raises(RequestError, match="none of them has a gradient of its own to compress.*batch_norm=local"):
+    with pytest.raises(RequestError, match=r"none of them has a gradient of its own to compress.*batch_norm=local"):
         prepare_verify(path, plans=["dp=2 compress=int8"])
 
 
