@@ -24,9 +24,10 @@ def check_compression(settings: Settings, plan: Plan) -> None:
 
 def compression_settings(train: TrainConfig, optim: OptimConfig, config: CompressionConfig, plan: Plan) -> list[str]:
     """Settings that do not go with the plan's codec, each with its fix."""
+    found = _weight_problems(train, config, plan)
     if plan.compress is None:
-        return []
-    rule, found = CompressRule.parse(plan.compress), []
+        return found
+    rule = CompressRule.parse(plan.compress)
     if train.precision == "float64":
         found.append(
             f"compress={plan.compress} sends float32 and less, and train.precision is float64; use float32, or leave compress out"
@@ -61,6 +62,22 @@ def compression_settings(train: TrainConfig, optim: OptimConfig, config: Compres
             f"compress={plan.compress} never sums gradients, and optim.adapt {optim.adapt} reads them; leave adapt out, or use "
             f"compress=int8"
         )
+    return found
+
+
+def _weight_problems(train: TrainConfig, config: CompressionConfig, plan: Plan) -> list[str]:
+    """What is wrong with weights that are gathered by a codec."""
+    if config.weights == "none":
+        return []
+    found, said = [], f"compression.weights {config.weights}"
+    if not plan.zero:
+        found.append(
+            f"{said} is of weights that ZeRO gathers, and zero is 0; set zero to 1, 2 or 3, or leave weights out"
+        )
+    if plan.tp > 1:
+        found.append(f"{said} cuts rows into blocks, and tp={plan.tp} cuts them otherwise; leave tp or weights out")
+    if train.precision == "float64":
+        found.append(f"{said} is of float32, and train.precision is float64; use float32, or leave weights out")
     return found
 
 

@@ -21,7 +21,7 @@ from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.codec_settings import check_compression
 from shoal.engine.compression import SavedSums
-from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.config import Settings
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.islands import Islands
@@ -139,7 +139,7 @@ def parallelize(
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(
-        parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks), compressing=compressing
+        parts, data, dropout=dropout, settings=settings, status=status, hooks=Hooks(hooks), compressing=compressing
     )
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
@@ -235,13 +235,14 @@ def _build_passes(
     data: Splits,
     *,
     dropout: DropoutKey,
-    train: TrainConfig,
+    settings: Settings,
     status: RankStatus | None,
     hooks: Hooks,
     compressing: Compressing | None,
 ) -> Passes:
     """What runs microbatches: gradients are summed by the objective's data-parallel wrapper, or by the pipeline's stages."""
-    objective, cut = parts.objective, parts.cut
+    objective, cut, train = parts.objective, parts.cut, settings.train
+    gathering = settings.compression if settings.compression.weights != "none" else None
     wrapped: nn.Module = objective
     reduction: Reduction
     runtime = None
@@ -256,6 +257,7 @@ def _build_passes(
             compile_model=train.compile,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
     else:
         stages = reduce_stages(
@@ -267,6 +269,7 @@ def _build_passes(
             layout=parts.layout,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
         observe = hooks.on_action if hooks.times_actions else None
         runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)

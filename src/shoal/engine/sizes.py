@@ -101,6 +101,7 @@ class RankPreview:
             num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
             optim=optim,
             compress=compress,
+            has_masters=compression is not None and compression.weights != "none",
         )
 
     def activation_bytes(self, loss: Loss, microbatch: Microbatch, *, has_piggyback: bool = False) -> int:

@@ -45,6 +45,7 @@ def predict_state_bytes(
     num_microbatches: int,
     optim: OptimConfig,
     compress: tuple[CompressRule, CompressionConfig] | None = None,
+    has_masters: bool = False,
 ) -> StateBytes:
     """What a rank will keep of a model's trainable parameters.
 
@@ -57,6 +58,7 @@ def predict_state_bytes(
         num_microbatches: microbatches of one step.
         optim: the ``[optim]`` section.
         compress: how gradients are compressed; None where they are not.
+        has_masters: weights are gathered by a codec, so that stages 1 and 2 keep float32 shards beside them.
     """
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
@@ -75,7 +77,7 @@ def predict_state_bytes(
     working = 0 if keeps_whole else sum(_bucket_sizes(layout))
     working += sum(predict_pool(layout)) if stage == 3 else 0
     return StateBytes(
-        weights=shard if stage == 3 else whole,
+        weights=shard if stage == 3 else whole + (shard if has_masters else 0),
         gradients=whole if keeps_whole else shard,
         optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
         working=working * itemsize,
@@ -91,7 +93,7 @@ def measure_state_bytes(model: nn.Module, reduction: Reduction, optimizer: Optim
     if isinstance(reduction, ZeroReduction):
         gradients, store = reduction.gradients, reduction.store
         return StateBytes(
-            weights=_storage_bytes([reduction.weights]),
+            weights=_storage_bytes([reduction.weights, reduction.masters]),
             gradients=_storage_bytes(
                 parameter.grad for parameter in reduction.updated.values() if parameter.grad is not None
             )

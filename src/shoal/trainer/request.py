@@ -347,7 +347,9 @@ def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
     """Codecs that cost more than they save, or will have no effect."""
     config = recipe.compression
-    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    used = ("weights", "block", "min_elements") if config.weights != "none" else ()
+    fields = type(config).model_fields.items()
+    changed = [name for name, field in fields if getattr(config, name) != field.default and name not in used]
     if plan.compress is None:
         if changed:
             named = ", ".join(f"compression.{name}" for name in changed)
