@@ -38,7 +38,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
-from shoal.verify.mutants.catalogue import Death
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.case import Case, Tree
 
 

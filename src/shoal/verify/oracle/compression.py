@@ -1,4 +1,4 @@
-"""One process that plays all replicas of a plan whose gradients go between them compressed, by the rules of the papers.
+"""One process that plays all replicas of a plan whose gradients, or weights, go between them compressed, by the papers' rules.
 
 Every replica has a gradient of its own, added in the plan's tree; ``sums.py`` has what each sends and remembers, and what the sum
 of it is. What replicas remember is recorded as optimizer state is, ``optimizer/TENSOR/residual-R``, so that a proof names the
@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.core.compressrule import CompressRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.coded_weights import reading_coded
 from shoal.verify.oracle.sums import CompressedSums
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
@@ -57,8 +58,9 @@ def run_compressed(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}
     for step, ids in enumerate(global_batches(parts)):
         set_rate(parts.optimizer, rate(parts.optim, step, case.total_steps))
-        flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
-        replicas = replica_gradients(parts, step, ids, tree, scale.scale)
+        with reading_coded(parts, tree.compression):
+            flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
+            replicas = replica_gradients(parts, step, ids, tree, scale.scale)
         loss, dense = add_replicas(replicas)
         if flat is not None:
             flat_errors.append(relative_distance(dense, flat))
@@ -83,9 +85,11 @@ class CompressedTraining:
     """A model, and the sums of its replicas' gradients."""
 
     def __init__(self, parts: ReferenceModel, tree: Tree) -> None:
-        assert tree.compress is not None and tree.delay is None and tree.islands == 1
+        assert tree.delay is None and tree.islands == 1
         self._parts, self._count = parts, tree.replicas
-        self._rule = CompressRule.parse(tree.compress)
+        self._is_compressed = tree.compress is not None
+        # What goes as it is goes by any rule that never begins.
+        self._rule = CompressRule.parse(tree.compress or f"int8@{parts.case.steps}")
         self._sums = CompressedSums(
             self._rule,
             tree.compression,
@@ -124,7 +128,8 @@ class CompressedTraining:
 
     def memory(self) -> dict[str, Tensor]:
         """What replicas remember, by the names that captures use."""
-        return {f"optimizer/{key}": value for key, value in self._sums.memory().items()}
+        found = self._sums.memory() if self._is_compressed else {}
+        return {f"optimizer/{key}": value for key, value in found.items()}
 
     def _clipped(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A replica's gradient, no longer than its part of a sum of independent ones may be."""
