@@ -99,6 +99,11 @@ class CompressedSum:
                 if owned is None
                 else cut_as_owned(self.compressed, owned, block)
             )
+        self._own_ranges: dict[str, tuple[int, int]] = {}
+        """Of the tensors that this rank adds up a slice of: the slice's first element and its end."""
+        for piece in self._pieces[channel.rank] if self._pieces else ():
+            start, _ = self._own_ranges.get(piece.name, (piece.start, 0))
+            self._own_ranges[piece.name] = (start, piece.stop)
         self._state: State = {}
         self._pending: State = {}
         self._spare: State = {}
@@ -191,7 +196,7 @@ class CompressedSum:
             self._state = {"residual": self._zeros()}
         if self._has_residual and self.answers_both_ways:
             self._state["sum_residual"] = {
-                piece.name: torch.zeros(piece.numel, device=self.device) for piece in self._pieces[self.channel.rank]
+                name: torch.zeros(stop - start, device=self.device) for name, (start, stop) in self._own_ranges.items()
             }
         if self._way == "factors":
             self._state["right"] = {name: self._first_right(name, part) for name, part in self.compressed.items()}
@@ -208,9 +213,8 @@ class CompressedSum:
         """What the ranks have together: live tensors, the row at which each lies in the whole, and the whole's rows."""
         found: dict[str, dict[str, tuple[Tensor, int, int]]] = {}
         if "sum_residual" in self._state:
-            pieces = {piece.name: piece for piece in self._pieces[self.channel.rank]}
             found["sum_residual"] = {
-                name: (tensor, pieces[name].start, self.parts[name].size)
+                name: (tensor, self._own_ranges[name][0], self.parts[name].size)
                 for name, tensor in self._state["sum_residual"].items()
             }
         if "right" in self._state:
@@ -280,7 +284,8 @@ class CompressedSum:
         if self.owned is not None:
             for piece, total in zip(pieces[rank], totals, strict=True):
                 first, end = self.owned[rank][piece.name]
-                flats[piece.name][first:end] = total[first - piece.start : end - piece.start]
+                low, high = max(first, piece.start), min(end, piece.stop)
+                flats[piece.name][low:high] = total[low - piece.start : high - piece.start]
         elif self.config.both_ways:
             self._return_encoded(codec, pieces, totals, flats)
         else:
@@ -303,13 +308,18 @@ class CompressedSum:
         self, codec: Codec, pieces: Sequence[Sequence[Piece]], totals: Sequence[Tensor], flats: Mapping[str, Tensor]
     ) -> None:
         own = pieces[self.channel.rank]
+        before = self._state.get("sum_residual", {})
+        after = {
+            name: self._next("sum_residual", name) for name in dict.fromkeys(piece.name for piece in own) if before
+        }
         payloads = []
         for piece, total, key in zip(own, totals, self._keys(own, "sum"), strict=True):
-            if self._has_residual:
-                total.add_(self._state["sum_residual"][piece.name])
+            start = piece.start - self._own_ranges[piece.name][0]
+            if before:
+                total.add_(before[piece.name][start : start + piece.numel])
             encoded = codec.encode(total, key=key, offset=piece.offset)
-            if self._has_residual:
-                lost = self._next("sum_residual", piece.name)
+            if before:
+                lost = after[piece.name][start : start + piece.numel]
                 torch.sub(total, codec.decode(encoded, piece.numel), out=lost)
             payloads.append(encoded)
         counts = [message_bytes(codec, owner) for owner in pieces]
