@@ -94,7 +94,6 @@ def _build_sums(island: ReferenceModel, tree: Tree) -> CompressedSums | None:
         seed=island.case.seed,
         num_ranks=tree.islands,
         has_way_back=True,
-        slices=tree.slices,
     )
 
 
