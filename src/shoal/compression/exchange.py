@@ -1,7 +1,7 @@
 """Sums over ranks with fewer bytes: tensors of one step in, their sum over the ranks of a channel out, what was lost kept.
 
     exchange.begin_step(step)
-    exchange.sum_({"w": gradient, ...})     # in place, the same names on every rank
+    exchange.reduce_({"w": gradient, ...})     # in place, the same names on every rank
     exchange.commit()                       # the step was taken; otherwise the state stays that from before it
 
 Collectives are called here and nowhere else in this room, from the thread that trains and in one order: torch's own PowerSGD hook
@@ -127,7 +127,7 @@ class CompressedSum:
         self.forget()
 
     @torch.no_grad()
-    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
+    def reduce_(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace tensors by their sums over the ranks, in the order of ranks. Under ZeRO only the owned elements are defined.
 
         Args:

@@ -28,7 +28,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.compression import SavedSums, say_dropped
+from shoal.engine.compression.saved import SavedSums, say_dropped
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
 from shoal.engine.islands import PREFIX as ISLANDS

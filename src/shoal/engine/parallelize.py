@@ -19,8 +19,8 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.codec_settings import check_compression
-from shoal.engine.compression import SavedSums
+from shoal.engine.compression.saved import SavedSums
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.config import Settings
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
@@ -100,8 +100,7 @@ def parallelize(
         RequestError: the plan does not fit the model, or settings do not fit the plan.
     """
     train = settings.train
-    check_settings(train, plan)
-    check_compression(settings, plan)
+    check_all_settings(settings, plan)
     loss = _settle_loss(loss, model, data, plan)
     refuse_lazy(model)
     given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
@@ -144,6 +143,16 @@ def parallelize(
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
     return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
+
+
+def check_all_settings(settings: Settings, plan: Plan) -> None:
+    """Refuse settings that this plan cannot carry out.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    check_settings(settings.train, plan)
+    check_compression(settings, plan)
 
 
 def _make_optimizer(

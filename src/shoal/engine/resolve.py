@@ -14,6 +14,7 @@ from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.spec import UNKNOWN_LENGTH
+from shoal.engine.compression.settings import compression_settings as compression_settings
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples

@@ -63,10 +63,10 @@ class CompressedGradients:
         """Each replica clips its own gradient before it goes into a momentum, and the sum is not clipped (DGC, 1-bit Adam)."""
         return self.sums.rule.kind in ("dgc", "onebit") and self.is_compressed
 
-    def sum_(self, gradients: Mapping[str, Tensor]) -> None:
+    def reduce_(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace gradients by their sums over replicas, in place."""
         self.clip_own_(gradients)
-        self.sums.sum_(gradients)
+        self.sums.reduce_(gradients)
 
     def clip_own_(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip this replica's own gradient, where the method has it so, so that the sum keeps the bound."""
@@ -87,7 +87,7 @@ class CompressedGradients:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 given[name] = parameter.grad
-        self.sum_(given)
+        self.reduce_(given)
         return missing
 
     def forecast_traffic(self) -> TrafficCounts:

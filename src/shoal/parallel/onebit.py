@@ -39,17 +39,17 @@ class MomentumSums(CompressedGradients):
         self._beta1 = {name: by_parameter[id(parameter)] for name, parameter in updated.items()}
 
     @torch.no_grad()
-    def sum_(self, gradients: Mapping[str, Tensor]) -> None:
+    def reduce_(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace gradients by their sums, or at a compressed step by the momentum that replicas agree on."""
         if not self.is_compressed:
-            super().sum_(gradients)
+            super().reduce_(gradients)
             return
         self.clip_own_(gradients)
         num_ranks, signed = self.sums.channel.size, self.sums.compressed
         for name, gradient in gradients.items():
             if name in signed:
                 gradient.copy_(move(self._momentum(name), gradient * num_ranks, self._beta1[name]))
-        self.sums.sum_(gradients)
+        self.sums.reduce_(gradients)
         for name, total in gradients.items():
             if name in signed:
                 total.div_(num_ranks)

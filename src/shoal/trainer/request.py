@@ -22,7 +22,7 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.callbacks.adapt_rules import adapt_problems
-from shoal.engine.codec_settings import check_compression
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,

@@ -41,7 +41,7 @@ def run(word: str, size: int, *, steps: int = 3, owned=None, **config):
             exchange.begin_step(step)
             mine = gradient(channel.rank, step)
             with channel.traffic.counting() as counts:
-                exchange.sum_(mine)
+                exchange.reduce_(mine)
             assert counts == exchange.forecast_traffic()
             exchange.commit()
             sums.append(mine)
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_taken_leaves_the_state(word):
             mine = gradient(channel.rank, step)
             if not is_taken:
                 mine = {name: torch.full_like(tensor, math.nan) for name, tensor in mine.items()}
-            exchange.sum_(mine)
+            exchange.reduce_(mine)
             if is_taken:
                 exchange.commit()
                 sums.append(mine)
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_taken_leaves_the_state(word):
         for step in (0, 2):
             exchange.begin_step(step)
             mine = gradient(channel.rank, step)
-            exchange.sum_(mine)
+            exchange.reduce_(mine)
             exchange.commit()
             sums.append(mine)
         return sums
@@ -141,7 +141,7 @@ def test_one_bad_element_is_seen_by_all(word):
         mine = gradient(channel.rank, 0)
         if channel.rank == 1:
             mine["c.weight"][39, 59] = math.nan
-        exchange.sum_(mine)
+        exchange.reduce_(mine)
         return mine["c.weight"]
 
     assert all(not bool(total.isfinite().all()) for total in on_ranks(2, work))

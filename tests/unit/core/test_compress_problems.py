@@ -5,7 +5,7 @@ import pytest
 from shoal.compression.config import CompressionConfig
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
-from shoal.engine.codec_settings import compression_settings
+from shoal.engine.compression.settings import compression_settings
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 
