@@ -207,7 +207,9 @@ def test_other_ways_to_agree_stand_apart_and_are_run_where_they_are_asked_for(sh
     ranking, _, block = done.stdout.partition("other ways to agree, which do not equal one process")
     assert "sync=" not in ranking and "compress=" not in ranking and "~1 " in block and "~1 " not in ranking
     assert "run ~" not in block and "--allow lossy ranks all of them" in block
-    done = shoal("plan", "own.toml", *options, "--allow", "lossy", "--why-not", "dp=2 compress=int8", "--json", "out.json")
+    done = shoal(
+        "plan", "own.toml", *options, "--allow", "lossy", "--why-not", "dp=2 compress=int8", "--json", "out.json"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     first = found["other_ways"][0]

@@ -4,18 +4,17 @@ A mutant is a plan, what the recipe must have for the bug to show, and a bug (``
 inside the rank processes. The same plan without the bug is its control and must pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
-from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
-from shoal.verify.mutants import compression_bugs, island_bugs, rate_bugs, server_bugs
+from shoal.verify.mutants import island_bugs, rate_bugs, server_bugs
 from shoal.verify.mutants import planted_bugs as bugs
-from shoal.verify.mutants.planted_bugs import PlantedBug
+from shoal.verify.mutants.compression_bugs import COMPRESSED
+from shoal.verify.mutants.mutant import Death, Mutant
 
 _GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
 _TEXT = {"source": "stdlib", "sequence": 16, "limit_bytes": 200_000}
@@ -35,36 +34,6 @@ _GROWING = ("train.global_batch=8", "train.batch_schedule=[[0, 8], [1, 16]]")
 """A batch that doubles after the first step."""
 PREDICTION = "prediction"
 """What catches a bug that changes no number: the plan costs something that it should not."""
-
-
-class Death(NamedTuple):
-    """A server that is killed, in a proof and in its control."""
-
-    name: str
-    """Of the process, such as ``server-0``."""
-    after: int
-    """The round that it has just applied, counted from 0."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One bug."""
-
-    name: str
-    plan: str
-    by: str
-    """The comparison that is the first to see it; where it may be one of several, ``loss or grad``."""
-    bug: PlantedBug
-    precision: PrecisionName = "float32"
-    overrides: tuple[str, ...] = ()
-    """What the recipe must have, as ``section.key=value``."""
-    model: Mapping[str, Any] | None = None
-    """A model of its own, where the bug shows in no other."""
-    data: Mapping[str, Any] | None = None
-    reported: str = ""
-    """Where users met it."""
-    deaths: tuple[Death, ...] = ()
-    """Who dies in the run."""
 
 
 _ALL: Sequence[Mutant] = (
@@ -374,64 +343,6 @@ _ALL: Sequence[Mutant] = (
         island_bugs.count_all_samples,
         overrides=_LONGER,
     ),
-    Mutant("error memory never kept", "dp=2 compress=int4", "optimizer", compression_bugs.forget_memory("residual")),
-    Mutant("error memory not cleared", "dp=2 compress=topk:0.05", "optimizer", compression_bugs.add_to_memory),
-    Mutant(
-        "error memory of another shard",
-        "dp=2 zero=1 compress=int4",
-        "grad",
-        compression_bugs.use_memory_of_other_shard,
-    ),
-    Mutant("sign of a zero is minus", "dp=2 compress=sign", "grad", compression_bugs.take_zero_for_negative),
-    Mutant("scale of another block", "dp=2 compress=int8", "grad", compression_bugs.use_scale_of_other_block),
-    Mutant(
-        "compressed before the first step that is to be",
-        "dp=2 compress=int8@2",
-        "grad",
-        compression_bugs.ignore_warm_up,
-    ),
-    Mutant("compression applied to a norm", "dp=2 compress=int4", "grad", compression_bugs.compress_norms),
-    Mutant(
-        "error memory of the sum forgotten",
-        "dp=2 compress=int4",
-        "optimizer",
-        compression_bugs.forget_memory("sum_residual"),
-    ),
-    Mutant(
-        "requantised with the wrong key",
-        "dp=2 compress=int8",
-        "grad",
-        compression_bugs.round_back_by_other_key,
-        overrides=("compression.round=keyed",),
-    ),
-    Mutant(
-        "sum kept exact by the rank that adds it up",
-        "dp=2 compress=int8",
-        "grad",
-        compression_bugs.keep_exact_own_slice,
-    ),
-    Mutant(
-        "compressed gradients added in the order of arrival",
-        "dp=3 compress=fp8",
-        "grad",
-        compression_bugs.add_in_other_order,
-        overrides=("train.global_batch=12",),
-    ),
-    Mutant(
-        "PowerSGD without a warm start",
-        "dp=2 compress=powersgd:2",
-        "optimizer",
-        compression_bugs.forget_memory("right"),
-        reported="GRACE, PowerSGDMemory",
-    ),
-    Mutant(
-        "error memory of PowerSGD without the sum",
-        "dp=2 compress=powersgd:2",
-        "optimizer",
-        compression_bugs.take_sum_from_memory,
-    ),
-    Mutant("places of another tensor", "dp=2 compress=topk:0.05", "grad", compression_bugs.send_places_of_other_tensor),
-    Mutant("momentum of DGC not masked", "dp=2 compress=dgc:0.02", "optimizer", compression_bugs.keep_sent_momentum),
     Mutant(
         "gradient noise of own microbatches only",
         "dp=2 microbatches=2",
@@ -450,6 +361,7 @@ _ALL: Sequence[Mutant] = (
     Mutant(
         "hypergradient of the wrong sign", "dp=2", "optimizer", rate_bugs.turn_cosine, overrides=("optim.adapt=hyper",)
     ),
+    *COMPRESSED,
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
 """By name."""

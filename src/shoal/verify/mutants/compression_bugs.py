@@ -1,11 +1,13 @@
-"""Bugs of compressed sums that people met in systems that have them, planted as those of ``planted_bugs.py`` are."""
+"""Bugs of compressed sums that people met, or nearly met, in systems that have them, planted as in ``planted_bugs.py``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from shoal.comm.channel import Channel
 from shoal.compression import blocks, exchange
 from shoal.compression.codec import Codec, Encoded
 from shoal.compression.dgc import DGCState
@@ -13,6 +15,9 @@ from shoal.compression.exchange import CompressedSum
 from shoal.compression.layout import Piece
 from shoal.compression.sign import Sign
 from shoal.core.compressrule import CompressRule
+from shoal.parallel import onebit
+from shoal.parallel.zero.quantized import WeightCodec
+from shoal.verify.mutants.mutant import Mutant
 from shoal.verify.mutants.planted_bugs import Honest, PlantedBug, replaces
 
 
@@ -21,7 +26,8 @@ def forget_memory(what: str) -> PlantedBug:
 
     @replaces(CompressedSum, "commit")
     def drop(honest: Honest, self: CompressedSum) -> None:
-        self._pending.pop(what, None)
+        for name, found in self._pending.get(what, {}).items():
+            found.copy_(self._state[what][name])
         honest(self)
 
     return drop
@@ -126,3 +132,131 @@ def take_sum_from_memory(honest: Honest, self: CompressedSum, flats: Mapping[str
     honest(self, flats)
     for name, flat in flats.items():
         self._pending["residual"][name].copy_(wanted[name] - flat)
+
+
+@replaces(onebit.MomentumSums, "update")
+def keep_variance_moving(honest: Honest, self: onebit.MomentumSums, optimizer: Optimizer) -> None:
+    """The variance follows the momentum where it is to stay as it was."""
+    honest(self, optimizer)
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            moments = optimizer.state[weight]
+            moments["exp_avg_sq"].lerp_(moments["exp_avg"].square(), 1 - group["betas"][1])
+
+
+@replaces(onebit, "move")
+def move_by_share(honest: Honest, momentum: Tensor, gradient: Tensor, beta1: float) -> Tensor:
+    """A replica moves the momentum by its share of the mean gradient, half of its own mean."""
+    found: Tensor = honest(momentum, gradient / 2, beta1)
+    return found
+
+
+@replaces(WeightCodec, "gather")
+def read_own_shard_exactly(
+    honest: Honest, self: WeightCodec, index: int, shard: Tensor, whole: Tensor, channel: Channel
+) -> None:
+    """A rank reads its own rows as they are and those of others as they arrive."""
+    honest(self, index, shard, whole, channel)
+    for rows in self._rows[index][channel.rank]:
+        whole[rows.in_unit : rows.in_unit + rows.numel] = shard[rows.in_shard : rows.in_shard + rows.numel]
+
+
+@replaces(WeightCodec, "gather")
+def train_gathered_weights(
+    honest: Honest, self: WeightCodec, index: int, shard: Tensor, whole: Tensor, channel: Channel
+) -> None:
+    """The weights that are trained are rounded too, so that small steps are lost."""
+    honest(self, index, shard, whole, channel)
+    for rows in self._rows[index][channel.rank]:
+        shard.data[rows.in_shard : rows.in_shard + rows.numel] = whole[rows.in_unit : rows.in_unit + rows.numel]
+
+
+COMPRESSED: Sequence[Mutant] = (
+    Mutant("error memory never kept", "dp=2 compress=int4", "optimizer", forget_memory("residual")),
+    Mutant("error memory not cleared", "dp=2 compress=topk:0.05", "optimizer", add_to_memory),
+    Mutant(
+        "error memory of another shard",
+        "dp=2 zero=1 compress=int4",
+        "grad",
+        use_memory_of_other_shard,
+    ),
+    Mutant("sign of a zero is minus", "dp=2 compress=sign", "grad", take_zero_for_negative),
+    Mutant("scale of another block", "dp=2 compress=int8", "grad", use_scale_of_other_block),
+    Mutant(
+        "compressed before the first step that is to be",
+        "dp=2 compress=int8@2",
+        "grad",
+        ignore_warm_up,
+    ),
+    Mutant("compression applied to a norm", "dp=2 compress=int4", "grad", compress_norms),
+    Mutant(
+        "error memory of the sum forgotten",
+        "dp=2 compress=int4",
+        "optimizer",
+        forget_memory("sum_residual"),
+    ),
+    Mutant(
+        "requantised with the wrong key",
+        "dp=2 compress=int8",
+        "grad",
+        round_back_by_other_key,
+        overrides=("compression.round=keyed",),
+    ),
+    Mutant(
+        "sum kept exact by the rank that adds it up",
+        "dp=2 compress=int8",
+        "grad",
+        keep_exact_own_slice,
+    ),
+    Mutant(
+        "compressed gradients added in the order of arrival",
+        "dp=3 compress=fp8",
+        "grad",
+        add_in_other_order,
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        "PowerSGD without a warm start",
+        "dp=2 compress=powersgd:2",
+        "optimizer",
+        forget_memory("right"),
+        reported="GRACE, PowerSGDMemory",
+    ),
+    Mutant(
+        "error memory of PowerSGD without the sum",
+        "dp=2 compress=powersgd:2",
+        "optimizer",
+        take_sum_from_memory,
+    ),
+    Mutant("places of another tensor", "dp=2 compress=topk:0.05", "grad", send_places_of_other_tensor),
+    Mutant("momentum of DGC not masked", "dp=2 compress=dgc:0.02", "optimizer", keep_sent_momentum),
+    Mutant(
+        "variance of 1-bit Adam not frozen",
+        "dp=2 compress=onebit@2",
+        "optimizer",
+        keep_variance_moving,
+        overrides=("optim.name=adamw",),
+    ),
+    Mutant(
+        "momentum of 1-bit Adam moved by a share of the gradient",
+        "dp=2 compress=onebit@2",
+        "grad",
+        move_by_share,
+        overrides=("optim.name=adamw",),
+    ),
+    Mutant(
+        "own shard of weights read as it is",
+        "dp=2 zero=1",
+        "loss",
+        read_own_shard_exactly,
+        overrides=("compression.weights=int4",),
+    ),
+    Mutant(
+        "weights replaced by what was gathered of them",
+        "dp=2 zero=3",
+        "loss or weight",
+        train_gathered_weights,
+        overrides=("compression.weights=int4",),
+    ),
+)
+"""Each with the plan under which it shows."""

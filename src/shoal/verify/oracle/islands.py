@@ -20,6 +20,7 @@ from shoal.core.seeding import derive_key
 from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.coded_weights import reading_coded
 from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
@@ -53,9 +54,10 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     initial = {name: parameter.detach().clone() for name, parameter in islands[0].named}
     for step, ids in enumerate(global_batches(islands[0])):
         lr = rate(islands[0].optim, step, case.total_steps)
-        found = [
-            tree_gradients(one, step, share, tree, 1.0) for one, share in zip(islands, _shares(ids, tree), strict=True)
-        ]
+        found = []
+        for one, share in zip(islands, _shares(ids, tree), strict=True):
+            with reading_coded(one, tree.compression):
+                found.append(tree_gradients(one, step, share, tree, 1.0))
         gradients = [own for _, own in found]
         if step < rule.start:
             gradients = _mean_gradients(gradients)
@@ -94,7 +96,6 @@ def _build_sums(island: ReferenceModel, tree: Tree) -> CompressedSums | None:
         seed=island.case.seed,
         num_ranks=tree.islands,
         has_way_back=True,
-        slices=tree.slices,
     )
 
 
