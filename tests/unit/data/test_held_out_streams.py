@@ -60,4 +60,6 @@ def test_a_recipe_may_hold_out_a_stream(name):
     splits = build_own(OwnDataConfig(build=f"{__name__}:{name}"), seed=0)
     assert splits.validation.count(10**6) == 37 and splits.validation.count(5) == 5 and len(splits.test) == 0
     both = splits.validation.collate([0, 36])
-    assert torch.equal(both.inputs[0], torch.stack([sample for number, (sample, _) in enumerate(Stream(37, 100)) if number in (0, 36)]))
+    assert torch.equal(
+        both.inputs[0], torch.stack([sample for number, (sample, _) in enumerate(Stream(37, 100)) if number in (0, 36)])
+    )
