@@ -370,10 +370,8 @@ class Run(SavedRun):
         """An optimizer of this run was stepped."""
         if self._is_searching:
             return
-        if own.was_left_out():
-            self._reporter.warn(
-                f"an update was left out: its gradient overflowed; loss scale {own.loss_scale.scale:g} now"
-            )
+        if reason := own.why_left_out():
+            self._reporter.warn(reason)
             return
         own.num_updates += 1
         own.passes_at_update = own.num_passes

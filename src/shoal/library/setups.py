@@ -65,15 +65,16 @@ class ModelSetup:
         for one, _ in self._left_out:
             one.grad = None
 
-    def was_left_out(self) -> bool:
-        """Whether the optimizer's step of a moment ago was left out; gradients are then where they were."""
-        was, self.is_overflown = self.is_overflown, False
+    def why_left_out(self) -> str:
+        """Why the optimizer's step of a moment ago was left out, or nothing; gradients are then where they were."""
         for one, gradient in self._left_out:
             one.grad = gradient
         self._left_out = []
-        if was:
-            self.passes_at_update = self.num_passes
-        return was
+        if not self.is_overflown:
+            return ""
+        self.is_overflown = False
+        self.passes_at_update = self.num_passes
+        return f"an update was left out: its gradient overflowed; the loss scale is {self.loss_scale.scale:g} now"
 
     @contextmanager
     def calling(self) -> Iterator[None]:
