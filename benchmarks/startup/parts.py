@@ -13,6 +13,8 @@ HIDDEN, LAYERS, HEADS, SEQUENCE = 1024, 16, 8, 8
 
 
 class Model(nn.Module):
+    """Layers of torch's own transformer over rows of numbers."""
+
     def __init__(self) -> None:
         super().__init__()
         block = nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
@@ -20,14 +22,17 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, 4)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scores of four classes."""
         return self.head(self.blocks(rows).mean(1))
 
 
 def shared() -> nn.Module:
+    """Built once for all ranks."""
     return Model()
 
 
 def by_each_rank() -> nn.Module:
+    """Built by each rank."""
     # Ranks build by themselves what cannot be built before there are ranks, as all runs did before models were shared.
     if "SHOAL_RUN_DIR" in os.environ and "RANK" not in os.environ:
         raise RuntimeError("this model is built by ranks")
@@ -35,6 +40,7 @@ def by_each_rank() -> nn.Module:
 
 
 def data() -> TensorDataset:
+    """Sixteen samples."""
     drawn = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(16, SEQUENCE, HIDDEN, generator=drawn), torch.arange(16) % 4)
 
@@ -43,4 +49,5 @@ class Mark(shoal.Hook):
     """Prints when this rank has its part of the model."""
 
     def on_attach(self, model: object) -> None:
+        """See ``Hook``."""
         print(f"laid out at {time.time()}", flush=True)

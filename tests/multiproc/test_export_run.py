@@ -31,6 +31,25 @@ def test_every_format_gives_what_the_trained_model_gives_from_a_checkpoint_of_an
         assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5
 
 
+def test_averaged_weights_are_exported_from_a_checkpoint_of_any_plan(shoal, tiny, tmp_path):
+    settings = ("train.steps=2", "checkpoint.every=1", 'callbacks=[{name="ema",decay=0.9,start=1}]')
+    words = [word for setting in settings for word in ("--set", setting)]
+    shoal.run("train", tiny, "--plan", "dp=2 zero=3", "--run-dir", "run", *words)
+    shoal.run("ckpt", "export", "run/checkpoints/step-00000001", "--to", "first")
+    shoal.run("ckpt", "export", "run", "--to", "second")
+    said = shoal.run("ckpt", "export", "run", "--to", "averaged", "--weights", "ema", "--format", "all")
+    assert "averaged tensors" in said.stdout
+    first, second, averaged = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("first", "second", "averaged")
+    )
+    assert averaged.keys() == second.keys()
+    for name, one in averaged.items():
+        assert torch.equal(one, first[name] * 0.9 + second[name] * (1.0 - 0.9)), name
+    shoal.run("train", tiny, "--run-dir", "plain", "--set", "train.steps=1")
+    refused = shoal.run("ckpt", "export", "plain", "--to", "none", "--weights", "ema", expect=2)
+    assert "holds no averaged weights" in refused.stderr and not (tmp_path / "none").exists()
+
+
 PARTS = """
 import torch
 from torch import nn

@@ -70,3 +70,21 @@ def test_an_evaluation_that_fails_does_not_lose_what_was_trained(shoal, recipe):
     done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", *settings, expect=1)
     assert "in phase 'evaluate'" in done.stderr, done.stderr
     assert [path.name for path in (shoal.folder / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def test_a_metric_that_cannot_read_the_batches_is_refused_before_a_step(shoal, recipe):
+    """Dict batches without a separate target were trained on until the first evaluation, which then failed."""
+    (shoal.folder / "words.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 3)\n"
+        "    def forward(self, x, y):\n        out = self.layer(x)\n"
+        "        return {'loss': nn.functional.cross_entropy(out, y), 'out': out}\n"
+        "def data(): return [{'x': torch.randn(4), 'y': n % 3} for n in range(64)]\n"
+    )
+    settings = ('model.build="words:Model"', 'data.build="words:data"', 'eval.metrics=["perplexity"]')
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = shoal.run("train", recipe, "--plan", "dp=2", "--run-dir", "run", *words, expect=2)
+    assert "eval.metrics" in done.stderr and "perplexity" in done.stderr and "Traceback" not in done.stderr
+    assert not (shoal.folder / "run").exists()
+    shoal.run("train", recipe, "--plan", "dp=1", "--run-dir", "run", *words[:4], "--set", "train.steps=1")

@@ -13,6 +13,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,39 @@ from shoal.core.errors import RequestError, RunError
 
 WEIGHTS = "weights/"
 """Prefix of the names of weights in a checkpoint."""
+_AVERAGES = "callbacks/ema/"
+"""Prefix of what the callback ``ema`` keeps beside each trained weight."""
 
 
-def read_weights(path: Path) -> Checkpoint:
+def read_weights(path: Path, *, averaged: bool = False) -> Checkpoint:
     """A checkpoint with its weights alone; optimizer state is neither read nor held.
+
+    Args:
+        path: its folder.
+        averaged: the weights of the callback ``ema`` in place of the trained ones; what it does not average, such as buffers
+            and frozen parameters, is as it was trained.
 
     Raises:
         NotWhole: a file that holds weights is not as it was written.
+        RequestError: averaged ones were asked for, and it has none.
         RunError: the checkpoint has no weights.
     """
-    checkpoint = read(path, wanted=lambda name: name.startswith(WEIGHTS))
-    if not checkpoint.tensors:
+    prefixes = (WEIGHTS, _AVERAGES) if averaged else (WEIGHTS,)
+    checkpoint = read(path, wanted=lambda name: name.startswith(prefixes))
+    trained = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(WEIGHTS)}
+    if not trained:
         raise RunError(f"{path} holds no weights: no tensor's name begins with {WEIGHTS!r}")
-    return checkpoint
+    averages = {
+        WEIGHTS + name.removeprefix(_AVERAGES): tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(_AVERAGES)
+    }
+    if averaged and not averages:
+        raise RequestError(
+            f"{path} holds no averaged weights: the run had no callback 'ema'; export the trained ones, or train with "
+            'callbacks = ["ema"]'
+        )
+    return replace(checkpoint, tensors={**trained, **averages})
 
 
 @contextlib.contextmanager

@@ -39,6 +39,10 @@ _Format = Annotated[
         help="The weights alone; a folder for from_pretrained; a torch.export program; ONNX; or weights and program.",
     ),
 ]
+_Weights = Annotated[
+    str,
+    typer.Option("--weights", metavar="trained|ema", help="As they were trained, or the averages of the callback ema."),
+]
 
 
 @app.command()
@@ -119,13 +123,21 @@ def diff(first: _First, second: _Second, top: _Top = 20, json_file: JsonFile = N
 
 
 @app.command()
-def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", json_file: JsonFile = None) -> None:
+def export(
+    folder: _Folder,
+    to: _To = None,
+    format: _Format = "safetensors",
+    weights: _Weights = "trained",
+    json_file: JsonFile = None,
+) -> None:
     """Export the weights of DIR (the newest whole checkpoint of a run) for other programs, and compare with the trained model."""
     from shoal.core.errors import RequestError, did_you_mean
 
     formats = ("safetensors", "hf", "torch-export", "onnx", "program", "all")
     if format not in formats:
         raise RequestError(f"there is no format {format!r}; {did_you_mean(format, formats)}")
+    if weights not in ("trained", "ema"):
+        raise RequestError(f"there are no weights {weights!r}; {did_you_mean(weights, ('trained', 'ema'))}")
     check_result_file(json_file)
     from shoal.checkpoint.whole import locate
 
@@ -142,7 +154,7 @@ def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", jso
 
     errors: dict[str, float] = {}
     with new_folder(target, like=source) as draft:
-        checkpoint = read_weights(source)
+        checkpoint = read_weights(source, averaged=weights == "ema")
         if format in ("safetensors", "all"):
             write_weights(checkpoint, draft, model=_model_section(run_dir))
         if format != "safetensors" and run_dir is not None:
@@ -151,7 +163,8 @@ def export(folder: _Folder, to: _To = None, format: _Format = "safetensors", jso
             wanted = {"all": "torch-export", "program": "torch-export"}.get(format, format)
             errors[wanted] = export_model(run_dir, checkpoint.tensors, draft, format=wanted, origin=str(source))
     files = sorted(str(path) for path in target.iterdir())
-    print(f"exported step {checkpoint.step}: {len(checkpoint.tensors)} tensors")
+    kind = "averaged " if weights == "ema" else ""
+    print(f"exported step {checkpoint.step}: {len(checkpoint.tensors)} {kind}tensors")
     for file in files:
         print(f"  {file}")
     for wanted, error in errors.items():

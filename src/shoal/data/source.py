@@ -49,7 +49,8 @@ class Source(Protocol):
 
 @runtime_checkable
 class Streamed(Source, Protocol):
-    """A source that can only be read from the front: an iterable dataset. ``collate`` is for looks at its first samples."""
+    """A source that can only be read from the front: an iterable dataset. ``collate`` is for looks and evaluations: it reads the
+    stream up to the samples that are asked for."""
 
     @property
     def dataset(self) -> Any:
@@ -57,6 +58,9 @@ class Streamed(Source, Protocol):
 
     def open_stream(self, *, seed: int, position: Position) -> StreamReader:
         """The stream, at a position."""
+
+    def count(self, most: int) -> int:
+        """Samples of an epoch, or ``most`` where there are more; read through where the dataset does not say."""
 
     def collate_samples(self, samples: Sequence[Any], numbers: Sequence[int]) -> Items:
         """Samples that were read, as one batch; ``numbers`` are their places in the epoch."""

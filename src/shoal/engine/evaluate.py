@@ -16,7 +16,7 @@ from shoal.core.events import Evaluated
 from shoal.data.batchform import batch_of, call_model, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
-from shoal.data.source import Source
+from shoal.data.source import Source, Streamed
 from shoal.engine.empty import ANY_SAMPLE
 from shoal.engine.metrics import GatheredMetric, Metric, MetricSums
 from shoal.engine.objective import Objective, kind_of
@@ -82,6 +82,8 @@ def evaluate(
     """
     started = time.perf_counter()
     count = min(len(source), limit) if limit else len(source)
+    if isinstance(source, Streamed):
+        count = source.count(count)
     ids = replica_share(np.arange(count, dtype=np.int64), mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA))
     num_rounds = math.ceil(math.ceil(count / mesh.degree(Axis.DATA)) / batch)
     sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted

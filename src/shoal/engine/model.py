@@ -235,6 +235,16 @@ class ParallelModel:
             clip_(gradients.values(), norm=norm, limit=limit, loss_scale=self._loss_scale)
         return norm
 
+    def unscale(self) -> float:
+        """Take the loss scale out of the gradients, for who does not ``clip`` by it; the norm of the whole gradient.
+
+        One that is not finite stays as it is.
+        """
+        limit, self.max_norm = self.max_norm, None
+        norm = self.clip()
+        self.max_norm, self._loss_scale = limit, 1.0
+        return norm
+
     def step(self, *, lr: float | None, number: int = 0) -> None:
         """Update the weights, and bring them to where forward passes read them.
 

@@ -32,7 +32,7 @@ from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.eventlog import EventLog
-from shoal.telemetry.loggers import Logger, LoggerThread, check_loggers, close_all, open_named
+from shoal.telemetry.loggers import Logger, LoggerThread, check_loggers, close_all, open_named, refuse_without_folder
 from shoal.telemetry.memory import breakdown, rss_bytes
 from shoal.telemetry.statusboard import RankStatus
 from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
@@ -84,10 +84,12 @@ class Reporter:
         """
         config = config or LogConfig()
         check_loggers(config)
+        if self.run_dir is None:
+            refuse_without_folder(config)
         if not self.world.is_first:
             return
-        folder = self.run_dir if self.run_dir is not None else Path()
-        named = open_named(config, folder=str(folder), name=folder.absolute().name, facts=facts or {})
+        folder = None if self.run_dir is None else str(self.run_dir)
+        named = open_named(config, folder=folder, name=Path(folder or ".").absolute().name, facts=facts or {})
         self.loggers += [LoggerThread(opener, name=name) for name, opener in named.items()]
         self.loggers += [LoggerThread(functools.partial(_itself, one), name=type(one).__name__) for one in own]
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
@@ -73,6 +74,8 @@ class LaunchRequest:
     run_id: str
     display: Display
     """Closed by the supervisor, so that what is printed afterwards stays last."""
+    output: TextIO | None = None
+    """Where the ranks' standard output goes; left out, to the display with everything else."""
     config: ProcessConfig = field(default_factory=ProcessConfig)
     last_step: int = 0
     """That the ranks are to reach, for messages; 0 when unknown."""
@@ -321,15 +324,22 @@ class _Generation:
                 data = os.read(fd, _READ_BYTES)
             except BlockingIOError:
                 return
-            self._show(stream.feed(data) if data else stream.finish())
+            self._show(stream.feed(data) if data else stream.finish(), stream)
             if not data:
                 self._supervisor.unwatch(fd)
                 return
             most -= len(data)
 
-    def _show(self, text: str | None) -> None:
-        if text is not None:
+    def _show(self, text: str | None, stream: RankStream) -> None:
+        output = self._request.output
+        if text is None:
+            return
+        if output is None or not any(stream is rank.stdout for rank in self._ranks):
             self._display.message(text)
+            return
+        # Who reads it may have gone, as after `| head`; the run goes on, and its logs have everything.
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=output, flush=True)
 
     def _notice_end(self, rank: _Rank) -> None:
         # Not until end of file: a process that the rank started may hold the pipe open for ever.
@@ -337,7 +347,7 @@ class _Generation:
             if self._supervisor.is_watched(fd):
                 self._read(fd, stream, most=_DRAIN_BYTES)
             if self._supervisor.is_watched(fd):
-                self._show(stream.finish())
+                self._show(stream.finish(), stream)
                 self._supervisor.unwatch(fd)
         rank.close()
         end = self._describe_rank(rank)

@@ -97,6 +97,8 @@ def _supervise(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
             threads=default_threads(size),
             config=request.processes,
             display=build_display(sys.stderr, every=_PROGRESS_SECONDS),
+            # On a terminal the display puts lines above what it draws; elsewhere a script's output is the command's.
+            output=None if sys.stdout.isatty() and sys.stderr.isatty() else sys.stdout,
             env={"SHOAL_PLAN": plan, **({"SHOAL_RESUME": "1"} if request.resume else {})},
         )
     )

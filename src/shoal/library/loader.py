@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shoal.core.errors import RequestError
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
-from shoal.data.source import Source, Streamed
+from shoal.data.source import Source
 from shoal.data.sources.iterable import is_iterable_only
-from shoal.data.sources.own import from_datasets
+from shoal.data.sources.own import from_datasets, stream_splits
 from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
 
@@ -17,23 +16,21 @@ def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:
     """What an evaluation reads: a loader's samples, or those of a dataset, made to batches and counted as the first loader's are.
 
     Args:
-        data: a loader of the run, or a map-style dataset.
+        data: a loader of the run, or a dataset; each rank goes through the whole of an iterable one, and keeps its part.
         loaders: of the run; the model was set up with the first, unless it was told otherwise.
 
     Raises:
-        RequestError: it is no map-style dataset.
+        RequestError: it is no dataset.
     """
     first = loaders[0] if loaders else None
-    read: object = data.source if isinstance(data, RunLoader) else data
-    if isinstance(read, Streamed) or is_iterable_only(read):
-        raise RequestError(
-            "run.evaluate shares samples out over the ranks by their numbers, and an iterable dataset has none; give it a "
-            "map-style one, such as list(dataset)"
-        )
+    collate_fn = None if first is None else first.options.collate_fn
+    source: Source
     if isinstance(data, RunLoader):
         source = data.source
+    elif is_iterable_only(data):
+        source = stream_splits(data, LoaderOptions(collate_fn=collate_fn), seed=0).train
     else:
-        source = from_datasets(data, collate_fn=None if first is None else first.options.collate_fn).train
+        source = from_datasets(data, collate_fn=collate_fn).train
     counted, own = getattr(getattr(first, "source", None), "collator", None), getattr(source, "collator", None)
     if counted is not None and own is not None:
         own.first_label_counts = counted.first_label_counts

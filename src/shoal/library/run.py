@@ -84,7 +84,7 @@ class Run(SavedRun):
         run_dir: where events, checkpoints and the summary go; left out, that of ``shoal run``, else nothing is kept.
         resume: go on from the newest checkpoint in ``run_dir`` before the first batch; left out, where ``shoal run --resume`` or
             a restart asks for it.
-        precision: of arithmetic: float32, bfloat16 or float64.
+        precision: of arithmetic: float32, bfloat16, float64, or float16, whose loss is scaled and whose overflows are left out.
         checkpoint: which checkpoints are kept.
         hooks: called at fixed points of training, for every model that is set up.
         loggers: where numbers go besides: names such as ``mlflow``, and objects with ``log(values, step)``.
@@ -122,8 +122,6 @@ class Run(SavedRun):
         self._resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
         if resume and self.run_dir is None:
             raise RequestError("resume=True goes on from the checkpoints of a run directory; give run_dir=")
-        if precision == "float16":
-            raise RequestError("precision float16 needs a loss scale that skips steps, as recipes have; use bfloat16")
         self._train = {
             "seed": seed,
             "precision": precision,
@@ -309,7 +307,7 @@ class Run(SavedRun):
             model: which one, where several are set up.
         """
         own, loss = self._pass(batch, model)
-        own.engine.end_step(is_taken=True)
+        own.engine.end_step(is_taken=not own.is_overflown)
         self._leave()
         return loss
 
@@ -324,7 +322,7 @@ class Run(SavedRun):
         self._begin()
         own = self._of(model)
         with others_frozen(self._setups, own), own.calling():
-            loss = own.engine.forward_backward(batch, step=own.num_passes)
+            loss = own.run_pass(batch)
         if own.num_passes == 0:
             refuse_constant(own)
         own.num_passes += 1
@@ -371,6 +369,9 @@ class Run(SavedRun):
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""
         if self._is_searching:
+            return
+        if reason := own.why_left_out():
+            self._reporter.warn(reason)
             return
         own.num_updates += 1
         own.passes_at_update = own.num_passes

@@ -5,6 +5,7 @@ name before them: ``weights/generator.<name>``. What is no tensor is JSON in the
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shoal.engine.state import (
     seed_process,
 )
 from shoal.library.setups import ModelSetup
+from shoal.optim.precision import LossScale
 
 _KEY = "run"
 """Of the manifest's values: what a script's own run keeps beside tensors."""
@@ -184,6 +186,7 @@ def export_setup(own: ModelSetup) -> dict[str, Any]:
         "passes": own.num_passes,
         "updates": own.num_updates,
         "last_loss": own.last_loss,
+        "loss_scale": asdict(own.loss_scale),
         "groups": groups,
         "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
         "hooks": own.engine.hooks.state(),
@@ -206,6 +209,8 @@ def import_setup(own: ModelSetup, kept: Mapping[str, Any]) -> None:
     own.num_passes, own.num_updates = int(kept["passes"]), int(kept["updates"])
     own.passes_at_update = own.num_passes
     own.last_loss = kept["last_loss"]
+    if own.engine.precision.scales_loss and "loss_scale" in kept:
+        own.loss_scale = LossScale(**kept["loss_scale"])
     for group, values in zip(own.optimizer.param_groups, kept["groups"], strict=True):
         group.update(values)
     for scheduler, values in zip(own.schedulers, kept["schedulers"], strict=True):

@@ -1,6 +1,7 @@
 """What ``run.setup`` was given and made: one model under the run's plan, with its optimizer and schedulers."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
+from shoal.data.loader import StepBatch
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.state import hash_weights
@@ -36,8 +38,43 @@ class ModelSetup:
         self.num_updates = 0
         self.last_loss: float | None = None
         self.last_norm: float | None = None
-
+        self.loss_scale = engine.precision.first_loss_scale
+        """What the loss of the next pass is multiplied by; 1 for every precision but float16."""
+        self.is_overflown = False
+        """The gradient of the newest pass is not finite under its loss scale, so that the update after it is left out."""
+        self._left_out: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._is_called = False
+        if engine.precision.scales_loss:
+            engine.optimizer.register_step_pre_hook(lambda *_: self._leave_out())
+
+    def run_pass(self, batch: StepBatch) -> float:
+        """Leave the gradient of a batch, without the loss scale, in the optimizer's tensors; returns the loss."""
+        engine = self.engine
+        loss = engine.forward_backward(batch, step=self.num_passes, loss_scale=self.loss_scale.scale)
+        if engine.precision.scales_loss:
+            self.is_overflown = not (math.isfinite(engine.unscale()) and math.isfinite(loss))
+            self.loss_scale = self.loss_scale.after_step(not self.is_overflown)
+        return loss
+
+    def _leave_out(self) -> None:
+        """Let an optimizer's step pass over all parameters, as torch passes over those that have no gradient."""
+        if not self.is_overflown:
+            return
+        held = [one for group in self.optimizer.param_groups for one in group["params"]]
+        self._left_out = [(one, one.grad) for one in held if one.grad is not None]
+        for one, _ in self._left_out:
+            one.grad = None
+
+    def why_left_out(self) -> str:
+        """Why the optimizer's step of a moment ago was left out, or nothing; gradients are then where they were."""
+        for one, gradient in self._left_out:
+            one.grad = gradient
+        self._left_out = []
+        if not self.is_overflown:
+            return ""
+        self.is_overflown = False
+        self.passes_at_update = self.num_passes
+        return f"an update was left out: its gradient overflowed; the loss scale is {self.loss_scale.scale:g} now"
 
     @contextmanager
     def calling(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ Not sinks of the event log: those share its thread, so that one that hangs would
 """
 
 import importlib.util
+import os
 import threading
 import time
 from collections import deque
@@ -128,19 +129,35 @@ def close_all(threads: Iterable[LoggerThread], *, within: float = CLOSE_WITHIN_S
         thread.wait(deadline - time.monotonic())
 
 
+def refuse_without_folder(config: LogConfig) -> None:
+    """Refuse loggers that keep files in the run directory, where there is none: they would be left in the current folder.
+
+    Raises:
+        RequestError: names the logger, and what to give.
+    """
+    for name in config.to:
+        if name == "mlflow" and not (config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            raise RequestError(
+                "the logger 'mlflow' keeps its runs in the run directory, and this run has none; give run_dir=, or say where "
+                "with MLFLOW_TRACKING_URI"
+            )
+        if name == "wandb":
+            raise RequestError("the logger 'wandb' writes to the run directory, and this run has none; give run_dir=")
+
+
 def open_named(
-    config: LogConfig, *, folder: str, name: str, facts: Mapping[str, object]
+    config: LogConfig, *, folder: str | None, name: str, facts: Mapping[str, object]
 ) -> dict[str, Callable[[], Logger]]:
     """How the loggers of ``log.to`` are opened, by name; TensorBoard is a sink of the event log.
 
     Args:
         config: of the recipe.
-        folder: the run directory.
+        folder: the run directory; None for a run that keeps nothing.
         name: of the run, where the recipe gives none.
         facts: settings of the run that the logger shows beside its numbers.
     """
     openers: dict[str, Callable[[], Logger]] = {
         "mlflow": lambda: MLflowLogger(config, folder=folder, name=config.name or name, facts=facts),
-        "wandb": lambda: WandbLogger(config, folder=folder, name=config.name or name, facts=facts),
+        "wandb": lambda: WandbLogger(config, folder=folder or ".", name=config.name or name, facts=facts),
     }
     return {chosen: openers[chosen] for chosen in config.to if chosen in openers}

@@ -24,34 +24,35 @@ class MLflowLogger:
 
     Args:
         config: of the recipe.
-        folder: the run directory.
+        folder: the run directory; None for a run that keeps nothing, and therefore has a URI.
         name: of the run.
         facts: settings, which become parameters of the run.
     """
 
-    def __init__(self, config: LogConfig, *, folder: str, name: str, facts: Mapping[str, object]) -> None:
-        own_store = Path(folder).absolute() / "mlflow"
+    def __init__(self, config: LogConfig, *, folder: str | None, name: str, facts: Mapping[str, object]) -> None:
+        own_store = Path(folder or ".").absolute() / "mlflow"
         uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or own_store.as_uri()
         if uri.startswith("file:"):
             # MLflow refuses its store of plain files unless told; its databases need packages that its small edition has not.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
-        self._run_id = self._find_run(Path(folder) / _ID_FILE, config.project, name)
+        self._run_id = self._find_run(None if folder is None else Path(folder) / _ID_FILE, config.project, name)
         if not self._client.get_run(self._run_id).data.params:
             for key, value in facts.items():
                 self._client.log_param(self._run_id, key, value)
 
-    def _find_run(self, id_file: Path, project: str, name: str) -> str:
+    def _find_run(self, id_file: Path | None, project: str, name: str) -> str:
         """The run that this directory had before, or a new one."""
-        if id_file.is_file():
+        if id_file is not None and id_file.is_file():
             run_id = id_file.read_text().strip()
             self._client.update_run(run_id, status="RUNNING")
             return run_id
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(project)
         run_id = str(self._client.create_run(experiment, run_name=name).info.run_id)
-        replace_text(id_file, run_id + "\n")
+        if id_file is not None:
+            replace_text(id_file, run_id + "\n")
         return run_id
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.pretrained import match, open_weights, wanted_of
-from shoal.comm.global_batch import Replicas, gathering, why_not_joined
+from shoal.comm.global_batch import ALONE, Replicas, gathering, why_not_joined
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
-from shoal.data.batchform import ModelInputs, arguments_of, call_model
+from shoal.data.batchform import ModelInputs, arguments_of, call_model, targets_of
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
@@ -27,6 +28,7 @@ from shoal.data.order import Ids, Position, own_microbatches
 from shoal.data.parts import build_order, options_of
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.spec import DataSpec
+from shoal.engine.callback_config import is_own
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import build_metrics
@@ -99,6 +101,41 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+
+
+def try_metrics(recipe: Recipe, model: nn.Module, loss: Any, data: Splits) -> None:
+    """Measure the first held-out samples with the shipped metrics that the recipe names.
+
+    Metrics of the user's own are left to the run: one over all samples may make no sense for a few.
+
+    Args:
+        recipe: as it will run.
+        model: that the first samples have gone through.
+        loss: of its output and the targets.
+        data: with the validation split.
+
+    Raises:
+        RequestError: a metric cannot read what the model returns, or the targets.
+    """
+    names = [name for name in recipe.eval.metrics if not is_own(name)]
+    if not names or not len(data.validation):
+        return
+    precision = Precision.named(recipe.train.precision)
+    objective = Objective(model, Scoring(loss), precision=precision, device=torch.device("cpu"))
+    first = np.arange(1, dtype=np.int64)
+    model.eval()
+    with torch.no_grad(), gathering(ALONE):
+        items = call_own(lambda: data.validation.collate(first), what="reading the first validation sample")
+        microbatch = Microbatch.of(items, first)
+        inputs, targets = objective.prepare(microbatch)
+        with objective.computing():
+            output = objective.scoring.whole_scores(call_model(model, inputs))
+        wanted = targets_of(microbatch.form, inputs, targets)
+        for metric in build_metrics(names):
+            try:
+                metric.measure(output, wanted)
+            except ShoalError as error:
+                raise RequestError(f"eval.metrics: {error}") from error
 
 
 def _microbatches(source: Source, global_batch: int, seed: int, plan: Plan) -> list[Ids]:
@@ -293,4 +330,5 @@ class OwnPartsHere:
         model, loss, data = build_parts(recipe, data=self._data(recipe), loads=False)
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)
+        try_metrics(recipe, model, loss, data)
         return () if found is None else (found,)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from shoal import Run
 from shoal.core.errors import RequestError
 from shoal.core.events import Evaluated, StepDone
 from shoal.telemetry import loggers
@@ -111,3 +112,13 @@ def test_wandb_writes_its_files_offline(tmp_path, monkeypatch):
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert content.count(b"train/loss") >= 3 and b"validation/f1" in content
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_logger_that_keeps_files_needs_a_run_directory(name, tmp_path, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(RequestError, match=f"logger '{name}'.* this run has none; give run_dir="), Run(loggers=[name]):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ from shoal.telemetry.rngstate import keeping_draws
 
 _AT_HAND = 16
 """First samples that are kept for looks: at a module's shapes, at what the data is."""
+_COUNTED_AT_ONCE = 1024
 
 
 def is_iterable_only(dataset: Any) -> bool:
@@ -51,6 +52,8 @@ class IterableSource:
         self.collator = collator
         self._seed = seed
         self._cursor: StreamReader | None = None
+        self._num_counted: int | None = None
+        self._counted_to = 0
         self.options = options or LoaderOptions()
 
     def __len__(self) -> int:
@@ -80,6 +83,19 @@ class IterableSource:
         """See ``Streamed``."""
         return self.collator.collate(samples, lambda place: f"sample {numbers[place]} of the stream")
 
+    def count(self, most: int) -> int:
+        """See ``Streamed``."""
+        known = known_length(self._dataset)
+        if known is not None:
+            return min(known, most)
+        if self._num_counted is None or self._num_counted == self._counted_to < most:
+            # An endless stream is read as far as it is asked for, and no further.
+            reader = self._open_copy()
+            while reader.offset < most and reader.read(min(most - reader.offset, _COUNTED_AT_ONCE)):
+                pass
+            self._num_counted, self._counted_to = reader.offset, most
+        return min(most, self._num_counted)
+
     def collate(self, ids: SampleIds) -> Items:
         """The samples at these places of the first epoch: at once for the first few, else by reading up to them.
 
@@ -98,9 +114,7 @@ class IterableSource:
     def _read_up_to(self, numbers: Sequence[int]) -> list[Any]:
         wanted = sorted(set(numbers))
         if self._cursor is None or wanted[0] < self._cursor.offset:
-            # A copy: the loader moves the dataset itself.
-            copied = self._own(lambda: copy.deepcopy(self._dataset))
-            self._cursor = StreamReader(copied, seed=self._seed, position=Position(), uses_state=False)
+            self._cursor = self._open_copy()
         found: dict[int, Any] = {}
         for number in wanted:
             self._cursor.read(number - self._cursor.offset)
@@ -109,6 +123,11 @@ class IterableSource:
                 raise RunError(f"{type(self._dataset).__name__} ended before sample {number}, which was asked for")
             found[number] = read[0]
         return [found[number] for number in numbers]
+
+    def _open_copy(self) -> StreamReader:
+        """The stream from its beginning, in a copy: the loader moves the dataset itself."""
+        copied = self._own(lambda: copy.deepcopy(self._dataset))
+        return StreamReader(copied, seed=self._seed, position=Position(), uses_state=False)
 
     def _own(self, call: Callable[[], Any]) -> Any:
         what = f"reading the iterable dataset {type(self._dataset).__name__}"

@@ -22,7 +22,7 @@ from shoal.data.options import LoaderOptions
 from shoal.data.order import permute, split_positions
 from shoal.data.packing import PackedSource
 from shoal.data.padding import PadCollate
-from shoal.data.source import Items, SampleIds, Splits
+from shoal.data.source import Items, SampleIds, Source, Splits
 from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only
 from shoal.data.spec import DataSpec
 from shoal.telemetry.memory import is_out_of_memory
@@ -125,6 +125,23 @@ def build_own(config: OwnDataConfig, seed: int) -> Splits:
     if isinstance(built, Splits):
         return built
     collate_fn = PadCollate() if config.pad else load_collate(config)
+    streams = {
+        name: built[name]
+        for name in (_NAMES[1:] if isinstance(built, Mapping) else ())
+        if is_iterable_only(built.get(name, ()))
+    }
+    found = _splits_of({**built, **dict.fromkeys(streams, ())} if streams else built, config, origin, collate_fn, seed)
+    held_out: dict[str, Source] = {
+        name: stream_splits(stream, LoaderOptions(collate_fn=collate_fn), seed=seed).train
+        for name, stream in streams.items()
+    }
+    return replace(
+        found, validation=held_out.get("validation", found.validation), test=held_out.get("test", found.test)
+    )
+
+
+def _splits_of(built: Any, config: OwnDataConfig, origin: str, collate_fn: Collate | None, seed: int) -> Splits:
+    """The splits of what the user's function returned, but for held-out streams."""
     options = LoaderOptions(
         drop_last=config.drop_last, shuffle=None if config.shuffle else False, collate_fn=collate_fn
     )
