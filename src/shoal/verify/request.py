@@ -311,8 +311,8 @@ def _refuse_unprovable_rates(subject: Subject, plan: Plan) -> None:
     if plan.compress is not None:
         if recipe.optim.adapt != "none" or recipe.train.batch_schedule is not None:
             raise RequestError(
-                f"plan {str(plan)!r}: the proof of compress={plan.compress} knows no optim.adapt and no train.batch_schedule; prove "
-                "one of the two at a time"
+                f"plan {str(plan)!r}: the proof of compress={plan.compress} knows no optim.adapt and no train.batch_schedule; "
+                "prove one of the two at a time"
             )
         return
     needed, most = steps_to_prove(plan, recipe.train), min(LONGEST_PROOF, subject.total_steps)

@@ -5,18 +5,21 @@ from collections.abc import Sequence
 from shoal.comm.world import World
 from shoal.engine.callbacks import adapt
 from shoal.engine.config import TrainConfig
+from shoal.optim.adapt import HyperState
+from shoal.optim.config import OptimConfig
 from shoal.trainer import loop, steprate
 from shoal.verify.mutants.planted_bugs import Honest, Swap, replaces
 
 
 def measure_own_gradients(world: World) -> list[Swap]:
     """The noise is that of this rank's own microbatches: the other replicas' are not looked at."""
-    honest = adapt.mean_square
+    honest = vars(adapt)["mean_square"]
 
     def measure(squares: Sequence[float], weights: Sequence[float]) -> tuple[float, int]:
         each = len(squares) // world.size
         own = slice(world.rank * each, (world.rank + 1) * each)
-        return honest(squares[own], weights[own])
+        found: tuple[float, int] = honest(squares[own], weights[own])
+        return found
 
     return [Swap(adapt, "mean_square", measure)]
 
@@ -34,7 +37,7 @@ def grow_late(honest: Honest, train: TrainConfig, step: int, level: int = 0) -> 
 
 
 @replaces(adapt, "after_cosine")
-def turn_cosine(honest: Honest, state: adapt.HyperState, cosine: float, config: adapt.OptimConfig) -> adapt.HyperState:
+def turn_cosine(honest: Honest, state: HyperState, cosine: float, config: OptimConfig) -> HyperState:
     """Hypergradient descent goes up: the rate grows where gradients turn back."""
-    found: adapt.HyperState = honest(state, -cosine, config)
+    found: HyperState = honest(state, -cosine, config)
     return found
