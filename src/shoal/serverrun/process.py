@@ -18,7 +18,6 @@ from pathlib import Path
 
 from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.wire.node import Node
-from shoal.core.compressrule import CompressRule
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError
 from shoal.core.plan import Plan
@@ -31,22 +30,12 @@ from shoal.elastic.view import Role
 from shoal.engine.resolve import default_threads
 from shoal.paramserver.center.candidate import CLUSTER_OPERATIONS
 from shoal.paramserver.messages import OPERATIONS, Join
-from shoal.paramserver.pushcodec import PushCodec
 from shoal.paramserver.sharding import Model
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.notices import DroppedMessages
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 from shoal.trainer.claim import flatten, read_plan
 from shoal.trainer.config import Recipe
-
-
-def push_codec(spec: "ProcessSpec", model: Model) -> PushCodec | None:
-    """How gradients of this run are pushed: workers and servers derive the same from plan and recipe; None: as they are."""
-    if spec.plan.compress is None:
-        return None
-    rule = CompressRule.parse(spec.plan.compress)
-    train = spec.recipe.train
-    return PushCodec(rule, spec.recipe.compression, model=model, seed=train.seed, num_shares=spec.plan.num_shares)
 
 
 @dataclass(frozen=True, kw_only=True)

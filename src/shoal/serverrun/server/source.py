@@ -28,7 +28,8 @@ from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import Shard, cut_for
 from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
-from shoal.serverrun.process import ProcessSpec, push_codec
+from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.server.checkpointing import load_shard, read_checkpoint
 from shoal.trainer.build import build_parts
 from shoal.trainer.progress import Progress

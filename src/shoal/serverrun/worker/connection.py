@@ -22,7 +22,8 @@ from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.worker.client import Client, LoopThread, RunOver
 from shoal.paramserver.worker.flat import FlatParameters
-from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node, push_codec
+from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node
+from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.eventlog import EventLog
 
