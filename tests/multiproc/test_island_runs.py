@@ -1,15 +1,18 @@
 """Runs with islands: a resume between rounds has every bit, a checkpoint moves between policies, a stop comes to all alike."""
 
+import math
+import os
 import signal
 
 import pytest
 
-from support.processes.command import read_events, read_summary, wait_for_step
+from shoal.replicas.intervals import adacomm_interval
+from support.processes.command import ranks_of, read_events, read_summary, wait_for_step
 
 SETTINGS = ("--set", "train.steps=11", "--set", "train.global_batch=12", "--set", "checkpoint.every=5")
 PLANS = (
     "dp=2 sync=diloco:3",
-    "dp=2 sync=stream:4,2,1",
+    "dp=2 sync=stream:4,1,2",
     "dp=3 sync=pushsum:random",
     "islands=2 dp=2 zero=3 sync=easgd:4",
 )
@@ -60,10 +63,47 @@ def test_rounds_are_events_and_all_islands_hold_them_at_the_same_steps(shoal, ti
     assert rounds[0] == rounds[1] == [(3, 0), (6, 1), (9, 2)]
 
 
+def test_rounds_that_follow_the_validation_loss_do_so_after_a_resume_too(shoal, tiny, tmp_path):
+    """And the distance between islands is in their events and in the summary."""
+    run = tmp_path / "run"
+    more = ("replicas.interval=adacomm", "replicas.distance=1", "eval.every=2", "optim.lr=0.02")
+    settings = (*SETTINGS, *(word for one in more for word in ("--set", one)))
+    shoal.run("train", tiny, "--plan", "dp=2 sync=local:9", "--run-dir", run, *settings)
+    whole, rounds = read_summary(run)["weights_sha256"], read_events(run, 1, "round")
+    losses = {one["step"]: one["loss"] for one in read_events(run, 1, "evaluated")}
+    expected, since = [], 0
+    for step in range(1, 12):
+        since += 1
+        known = [losses[other] for other in sorted(losses) if other < step]
+        if since >= (adacomm_interval(9, known[0], known[-1]) if known else 9):
+            expected, since = [*expected, step], 0
+    assert [one["step"] for one in rounds] == expected and expected not in ([], [9])
+    assert all(one["distance"] > 0 for one in rounds)
+    assert read_events(run, 0, "round")[-1]["distance"] == rounds[-1]["distance"]
+    assert read_events(run, 0, "islands") and math.isfinite(read_summary(run)["island_distance"])
+    cut_back(run, 5)
+    shoal.run("train", tiny, "--plan", "dp=2 sync=local:9", "--run-dir", run, "--resume", *settings)
+    assert read_summary(run)["weights_sha256"] == whole
+
+
+def test_an_island_that_is_killed_between_rounds_is_named_and_the_run_ends_in_the_same_bits(shoal, tiny, tmp_path):
+    plan = ("--plan", "dp=2 sync=diloco:7", "--set", "train.steps=60", "--set", "train.global_batch=12")
+    more = ("--set", "checkpoint.every=3", "--set", "elastic.max_restarts=1")
+    shoal.run("train", tiny, *plan, *more, "--run-dir", tmp_path / "alone")
+    run = tmp_path / "run"
+    process = shoal.start("train", tiny, *plan, *more, "--run-dir", run)
+    wait_for_step(run, 10)
+    os.kill(ranks_of(process)[1].pid, signal.SIGKILL)
+    _, told = process.communicate(timeout=90)
+    assert process.returncode == 0 and "rank 1" in told and "SIGKILL" in told, told
+    assert read_summary(run)["weights_sha256"] == read_summary(tmp_path / "alone")["weights_sha256"]
+
+
 def test_a_request_to_stop_ends_all_islands_at_one_step(shoal, tiny, tmp_path):
+    """Islands hear of it when a fragment was just sent, so there is always an exchange under way then."""
     run = tmp_path / "run"
     process = shoal.start(
-        "train", tiny, "--plan", "dp=2 sync=diloco:7", "--run-dir", run, "--set", "train.steps=100000"
+        "train", tiny, "--plan", "dp=2 sync=stream:7,1,3", "--run-dir", run, "--set", "train.steps=100000"
     )
     wait_for_step(run, 3)
     process.send_signal(signal.SIGTERM)

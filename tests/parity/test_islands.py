@@ -41,6 +41,7 @@ CAUGHT = (
     "heavy ball under the name of Nesterov",
     "outer gradient of the wrong sign",
     "fragment applied one step late",
+    "fragment applied before it has arrived",
     "an island's loss divided by the samples of all",
     "push-sum weight forgotten",
 )
@@ -78,6 +79,16 @@ def test_settings_of_policies_are_proved_too(recipe):
         prove(prover, recipe, "dp=2 sync=local:2", *lengthening)
         prove(prover, recipe, "dp=2 sync=local:1", "optim.name=sgd")
         prove(prover, recipe, f"dp=3 sync=gossip:{graph}")
+        # An epoch ends within the proof, with a batch that gives the islands unequal numbers of samples.
+        prove(prover, recipe, "dp=2 sync=stream:4,2,1", "replicas.weigh=samples", "data.limit_bytes=1200")
+        prove(
+            prover,
+            recipe,
+            "dp=2 sync=diloco:3",
+            "replicas.weigh=samples",
+            "replicas.distance=2",
+            "data.limit_bytes=1200",
+        )
 
 
 def test_planted_bugs_of_policies_are_caught(recipe):

@@ -1,5 +1,6 @@
 """``shoal calibrate``: measure this machine, so that plans can be predicted on it; or learn from runs that were measured."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,10 +28,12 @@ def calibrate(file: _File = None, from_runs: _Runs = None, quick: _Quick = False
     check_result_file(json)
     check_result_file(file, "the machine file")
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.launch.environments import refuse_launcher
     from shoal.planner.hardware.machine import default_path, read_machine, write_machine
     from shoal.tuning.calibration import measure_machine, refit
     from shoal.tuning.plan_choice import rehearse_plan
 
+    refuse_launcher(os.environ, "shoal calibrate")
     unwind_on_sigterm()
     path = file or default_path()
     if from_runs:

@@ -20,6 +20,7 @@ from shoal.cli.calibrate import calibrate
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
+from shoal.cli.place import place
 from shoal.cli.plan import plan
 from shoal.cli.predict import predict
 from shoal.cli.run import run
@@ -61,6 +62,7 @@ app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
 app.add_typer(keys.app, name="keys", cls=LightGroup)
 app.add_typer(role.app, name="role", cls=LightGroup)
 app.command("doctor")(doctor)
+app.command("place")(place)
 
 
 def _print_version(wanted: bool) -> None:

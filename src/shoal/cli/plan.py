@@ -13,6 +13,7 @@ from shoal.cli.console import (
     RecipeFile,
     check_result_file,
     print_table,
+    say_seconds,
     write_result,
 )
 from shoal.core.units import format_bytes, format_count
@@ -38,6 +39,14 @@ _Precision = Annotated[
         help="Compute types to rank together, such as bfloat16,float8; the recipe's own when left out.",
     ),
 ]
+_Allow = Annotated[
+    str | None,
+    typer.Option(
+        "--allow",
+        metavar="lossy",
+        help="Rank all policies and codecs by which replicas could agree, none of which equals one process.",
+    ),
+]
 
 
 def plan(
@@ -47,6 +56,7 @@ def plan(
     top: _Top = 5,
     why_not: _WhyNot = None,
     precision: _Precision = None,
+    allow: _Allow = None,
     overrides: Overrides = None,
     json: JsonFile = None,
 ) -> None:
@@ -63,6 +73,7 @@ def plan(
         why_not=why_not,
         precisions=[word.strip() for word in precision.split(",")] if precision is not None else (),
         overrides=overrides or (),
+        allow=[word.strip() for word in allow.split(",")] if allow is not None else (),
     )
     if json != STDOUT:
         print_answer(answer)
@@ -103,6 +114,7 @@ def print_answer(answer: "Answer") -> None:
         *_splits(answer),
     ):
         print(line)
+    _print_ways(answer)
     stack = job.stack
     if job.cluster.reached is not None:
         print(
@@ -194,6 +206,52 @@ def _commands(answer: "Answer", rows: list["Estimate"]) -> Iterator[str]:
         if command is not None and one.precision not in printed:
             printed.add(one.precision)
             yield f"run {number} with: {command}"
+
+
+_WAYS = ("", "plan", "step", "longest", "against", "sent per step", "codec", "memory", "head room")
+
+
+def _print_ways(answer: "Answer") -> None:
+    """Print the other ways to agree, and how to run the first of them where that was asked for."""
+    if not answer.ways:
+        if "lossy" in answer.request.allow:
+            print("other ways to agree: none, there is nothing to agree on, or none fits")
+        return
+    print()
+    print("other ways to agree, which do not equal one process: the loss changes, and by how much is not predicted")
+    rows = []
+    for number, way in enumerate(answer.ways, start=1):
+        found = way.found
+        times = found.agreement
+        assert times is not None, "another way to agree has its times"
+        mark = f"~{number}*" if found.not_executed else f"~{number}"
+        rows.append(
+            (
+                mark,
+                found.plan,
+                f"{found.seconds:.4g} s",
+                f"{found.longest_seconds:.4g} s",
+                f"{way.dense.seconds / found.seconds:.2f}x",
+                format_bytes(times.bytes_per_step),
+                say_seconds(times.codec_seconds) if found.plan.compress else "",
+                format_bytes(found.memory.allocated),
+                format_bytes(found.headroom),
+            )
+        )
+    print_table(_WAYS, rows)
+    print("against: the same plan without its codec; of a policy, plan 1")
+    lost = [f"~{number}" for number, way in enumerate(answer.ways, start=1) if not way.is_worth]
+    if lost:
+        print(f"not worth it: {', '.join(lost)}; encoding and rounds take more than the bytes that they save")
+    if any(way.found.not_executed for way in answer.ways):
+        words = dict.fromkeys(word.partition("=")[0] for way in answer.ways for word in way.found.not_executed)
+        print(f"* is priced and not executed by Shoal yet ({', '.join(words)})")
+    if "lossy" not in answer.request.allow:
+        print("--allow lossy ranks all of them, and says how to run them")
+        return
+    best = next((way for way in answer.ways if way.is_worth and answer.command(way.found) is not None), None)
+    if best is not None:
+        print(f"run ~{answer.ways.index(best) + 1} with: {answer.command(best.found)}")
 
 
 def _splits(answer: "Answer") -> Iterator[str]:

@@ -1,5 +1,6 @@
 """``shoal run``: a script's own loop on this machine's processes, under the supervisor."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,10 +42,12 @@ def run(
     from shoal.core.config import apply_overrides, validate
     from shoal.engine.resolve import choose_plan
     from shoal.launch.config import ProcessConfig
+    from shoal.launch.environments import refuse_launcher
     from shoal.library.launch import ScriptRequest, run_script
     from shoal.trainer.claim import choose_run_dir, require_run_dir
 
     check_result_file(json_file)
+    refuse_launcher(os.environ, "shoal run")
     if not script.is_file():
         raise RequestError(f"there is no script {script}; name a Python file")
     changes = [*(overrides or ()), *([] if max_restarts is None else [f"elastic.max_restarts={max_restarts}"])]

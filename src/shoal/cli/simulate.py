@@ -16,6 +16,7 @@ from shoal.cli.console import (
     check_folder,
     check_result_file,
     print_table,
+    say_seconds,
     write_result,
 )
 from shoal.core.errors import RequestError
@@ -37,7 +38,9 @@ _Straggler = Annotated[
 ]
 _Slow = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="AXIS=INDEX:FACTOR", help="All ranks with this index along pp, dp, cp or tp."),
+    typer.Option(
+        "--slow", metavar="AXIS=INDEX:FACTOR", help="All ranks with this index along islands, pp, dp, cp or tp."
+    ),
 ]
 _Jitter = Annotated[float, typer.Option("--jitter", metavar="SHARE", help="Mean slow-down of a rank in a step.")]
 _LinkJitter = Annotated[float, typer.Option("--link-jitter", metavar="SHARE", help="The same of a rank's links.")]
@@ -195,13 +198,6 @@ def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda pair: -pair[1])
 
 
-def say_seconds(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.4g} s"
-
-
 def _pace(result: Mapping[str, Any], per_second: float | None) -> str:
     """Tokens a second; where a sample is one item, as of images, samples."""
     items = "tokens" if result["tokens_per_step"] > result["global_batch"] else "samples"
@@ -210,7 +206,24 @@ def _pace(result: Mapping[str, Any], per_second: float | None) -> str:
 
 def _print_sites(result: Mapping[str, Any]) -> None:
     sites = result["wide_area"]
+    agreed = result["agreed"]
+    if agreed is not None:
+        _line(
+            "agreement",
+            f"{format_bytes(agreed['bytes_per_step'])} leave a rank in a step, {format_bytes(agreed['state_bytes'])} of state"
+            + (f", {say_seconds(agreed['codec_seconds'])} of encoding and decoding" if agreed["codec_seconds"] else "")
+            + "; does not equal one process",
+        )
     if sites is None:
+        return
+    if "policy" in sites:
+        hidden = f", needed {sites['delay_steps']} steps later" if sites["delay_steps"] else ""
+        _line(
+            f"{sites['sites']} islands",
+            f"{sites['policy']}: a round of {format_bytes(sites['bytes_per_sync'])} takes "
+            f"{say_seconds(sites['sync_seconds'])}{hidden}; {sites['communication']:.1%} of the time; a step of an island "
+            f"alone {say_seconds(sites['island_step_seconds'])}, the longest {say_seconds(sites['longest_seconds'])}",
+        )
         return
     _line(
         f"{sites['sites']} sites",
@@ -221,7 +234,7 @@ def _print_sites(result: Mapping[str, Any]) -> None:
 
 
 def _print_periods(sites: Mapping[str, Any] | None) -> None:
-    if sites is None:
+    if sites is None or not sites["by_period"]:
         return
     print()
     rows = [

@@ -85,6 +85,7 @@ def train(
 ) -> None:
     """Train the model of RECIPE."""
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.launch.environments import read_place
     from shoal.trainer.request import TrainRequest, prepare
 
     if help_recipe or schema:
@@ -96,7 +97,11 @@ def train(
         )
     check_result_file(json_file)
     resume = resume or resume_auto
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    place = read_place(os.environ)
+    launched = place.is_launched
+    if launched:
+        # Before torch loads: threads that spin while they wait make steps thirty times slower where a core is wanted twice.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _check_processes(None if launched or dry_run else nproc)
     changes = _changes(overrides, max_restarts, profile)
     from shoal.tuning.plan_choice import asks_auto, choose_for_run, forecast_plan
@@ -113,7 +118,7 @@ def train(
     request = TrainRequest(
         recipe=recipe,
         plan=plan,
-        num_processes=int(os.environ["WORLD_SIZE"]) if launched else nproc,
+        num_processes=place.world_size if launched else nproc,
         overrides=tuple(changes),
         run_dir=run_dir,
         resume=resume,
@@ -123,10 +128,10 @@ def train(
         from shoal.trainer.launched import train_launched
 
         exit_code, summary = train_launched(request)
-        if os.environ["RANK"] == "0":
+        if place.rank == 0:
             write_result(json_file, summary)
         raise typer.Exit(exit_code)
-    if launched and os.environ["RANK"] != "0":
+    if launched and place.rank > 0:
         return  # a dry run is described once
     prepared = prepare(request, own=own)
     # The ranks build their own data; a copy that nobody reads would stay in memory as long as they train.
@@ -239,6 +244,10 @@ class OwnParts:
     def check_plan(self, recipe: "Recipe", plan: "Plan") -> None:
         """See ``shoal.trainer.request.OwnParts``."""
         self._parts.check_plan(recipe, plan)
+
+    def check_fragments(self, recipe: "Recipe", spec: "DataSpec", plan: "Plan") -> None:
+        """See ``shoal.trainer.request.OwnParts``."""
+        self._parts.check_fragments(recipe, spec, plan)
 
     def try_parts(self, recipe: "Recipe", plan: "Plan") -> tuple[str, ...]:
         """See ``shoal.trainer.request.OwnParts``. A model that does not fit this machine can be described, and not tried."""

@@ -1,6 +1,7 @@
 """``shoal tune``: try the best predicted plans for a few real steps each, say which is fastest, and keep it in a recipe."""
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,9 +56,11 @@ def tune(
     _check_target(write, recipe, overwrite=overwrite)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.cli.train import try_before_search
+    from shoal.launch.environments import refuse_launcher
     from shoal.trainer.config import load_recipe
     from shoal.tuning.tune import tune as tune_plans
 
+    refuse_launcher(os.environ, "shoal tune")
     try_before_search(recipe, tuple(overrides or ()))
     unwind_on_sigterm()
     tuned = tune_plans(

@@ -1,5 +1,6 @@
 """``shoal verify``: prove that plans compute what one process computes, and that the proof can fail."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,8 +56,10 @@ def verify(
 ) -> None:
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.launch.environments import refuse_launcher
     from shoal.verify.exclusive import check_exclusive
 
+    refuse_launcher(os.environ, "shoal verify")
     check_exclusive(has_plans=bool(plan), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
     check_result_file(json)
     check_result_file(markdown, "--markdown")

@@ -30,6 +30,9 @@ class PeerLost(RunError):
         """The ranks of the run that were lost."""
 
 
+CHUNK_ELEMENTS = 1 << 20
+"""Elements of a slice that travel together in a reduction between hosts: what one chunk takes to add, the next takes to come."""
+
 _is_silent = False
 """Of this process, in which one thread computes. Not a ``ContextVar``, which a compiled model cannot read."""
 
@@ -202,43 +205,97 @@ class TorchTransport:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """See ``Transport``. One reduction to each owner: gloo's reduce-scatter is an all-reduce, and wants equal counts."""
+        """See ``Transport``. On the CPU every rank gets its slice from all others at once and adds in the order of ranks.
+
+        gloo's reduce-scatter is an all-reduce and wants equal counts. What has come is added while the next chunk is on its way.
+        """
+        if whole.is_cuda:
+            self._reduce_scatter_padded(whole, own, counts)
+            return
         parts = torch.split(whole, list(counts))
-        for root, part in enumerate(parts):
-            if part.numel():
-                dist.reduce(part, self.ranks[root], group=self.group)
-        if own.data_ptr() != parts[self.rank].data_ptr():
-            own.copy_(parts[self.rank])
+        mine = parts[self.rank]
+        chunks = [slice(start, start + CHUNK_ELEMENTS) for start in range(0, max(counts), CHUNK_ELEMENTS)]
+        under_way = [self._post_slices(parts, mine, chunk) for chunk in chunks[:1]]
+        for number, chunk in enumerate(chunks):
+            if number + 1 < len(chunks):
+                under_way.append(self._post_slices(parts, mine, chunks[number + 1]))
+            handles, received = under_way.pop(0)
+            for handle in handles:
+                handle.wait()
+            if mine[chunk].numel():
+                total = received[0].clone() if self.rank == 0 else received[0]
+                for part in received[1:]:
+                    total.add_(part)
+                own[chunk].copy_(total)
+
+    def _post_slices(self, parts: Sequence[Tensor], mine: Tensor, chunk: slice) -> tuple[list[dist.Work], list[Tensor]]:
+        """Start to send a chunk of every other rank's slice and to receive this rank's from them, in the order of ranks."""
+        here = mine[chunk]
+        received = [here if peer == self.rank else torch.empty_like(here) for peer in range(len(self.ranks))]
+        return self._post([part[chunk] for part in parts], received), received
+
+    def _reduce_scatter_padded(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
+        """nccl has it in one call, for equal counts: shorter slices end in zeros."""
+        most = max(counts)
+        padded = whole.new_zeros(len(counts), most)
+        for row, part in zip(padded, torch.split(whole, list(counts)), strict=True):
+            row[: part.numel()].copy_(part)
+        total = whole.new_empty(most)
+        dist.reduce_scatter_tensor(total, padded.view(-1), group=self.group)
+        own.copy_(total[: own.numel()])
 
     def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
-        """See ``Transport``. One broadcast from each owner, because gloo wants equal counts."""
+        """See ``Transport``. On the CPU every rank sends its slice to all others at once, because gloo wants equal counts."""
         parts = torch.split(whole, list(counts))
-        if own.numel() and own.data_ptr() != parts[self.rank].data_ptr():
-            parts[self.rank].copy_(own)
-        for root, part in enumerate(parts):
-            if part.numel():
-                dist.broadcast(part, self.ranks[root], group=self.group)
+        if whole.is_cuda:
+            most = max(counts)
+            sent = own.new_zeros(most)
+            sent[: own.numel()].copy_(own)
+            gathered = whole.new_empty(len(counts), most)
+            dist.all_gather_into_tensor(gathered.view(-1), sent, group=self.group)
+            for row, part in zip(gathered, parts, strict=True):
+                part.copy_(row[: part.numel()])
+            return
+        mine = parts[self.rank]
+        if own.numel() and own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        for handle in self._post([mine] * len(parts), parts):
+            handle.wait()
+
+    def _post(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """Give ``sent[r]`` to rank r and start to get ``received[r]`` from it, for all other ranks.
+
+        Receives come first: gloo was measured to send in one direction at a time where both ends had posted their send before
+        their receive, which takes twice as long. Sends go round: at any time every rank sends to another one.
+        """
+        size = len(self.ranks)
+        work: list[dist.Work] = []
+        for by in range(1, size):
+            peer = (self.rank - by) % size
+            if received[peer].numel():
+                receiving = dist.irecv(received[peer], self.ranks[peer], group=self.group)
+                assert receiving is not None, "None is for ranks outside of the group"
+                work.append(receiving)
+        for by in range(1, size):
+            peer = (self.rank + by) % size
+            if sent[peer].numel():
+                sending = dist.isend(sent[peer], self.ranks[peer], group=self.group)
+                assert sending is not None
+                sending.wait()
+        return work
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
-        work = []
-        for peer, (outgoing, incoming) in enumerate(zip(sent, received, strict=True)):
-            if peer == self.rank:
-                incoming.copy_(outgoing)
-                continue
-            if outgoing.numel():
-                work.append(dist.P2POp(dist.isend, outgoing, self.ranks[peer], self.group))
-            if incoming.numel():
-                work.append(dist.P2POp(dist.irecv, incoming, self.ranks[peer], self.group))
-        for handle in dist.batch_isend_irecv(work) if work else []:
+        received[self.rank].copy_(sent[self.rank])
+        for handle in self._post(sent, received):
             handle.wait()
 
     def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""
         size = len(self.ranks)
         work = [
-            dist.P2POp(dist.isend, sent, self.ranks[(self.rank + by) % size], self.group),
             dist.P2POp(dist.irecv, received, self.ranks[(self.rank - by) % size], self.group),
+            dist.P2POp(dist.isend, sent, self.ranks[(self.rank + by) % size], self.group),
         ]
         for handle in dist.batch_isend_irecv(work):
             handle.wait()

@@ -50,6 +50,7 @@ class Mesh:
         self.traffic = traffic
         self.groups = groups or {}
         self._own_groups: list[dist.ProcessGroup] = []
+        self._background: list[Channel] = []
 
     def has(self, axis: Axis) -> bool:
         """True when more than one rank lies along the axis."""
@@ -85,13 +86,37 @@ class Mesh:
 
     def close(self) -> None:
         """Give back shared memory and the groups made for this mesh; closing twice is allowed. Nothing works afterwards."""
-        for channel in (*self.channels.values(), self.replicas, self.everyone):
+        for channel in (*self.channels.values(), self.replicas, self.everyone, *self._background):
             if isinstance(channel.transport, SharedTransport):
                 channel.transport.close()
         # A process that proves many plans makes many meshes, and each of gloo's groups has threads of its own.
         for group in self._own_groups:
             dist.destroy_process_group(group)
         self._own_groups = []
+
+    def add_background(self, world: World, axis: Axis) -> Channel:
+        """A second channel along an axis, for exchanges that go on while the others are used. Every rank calls it.
+
+        It has a group and a memory of its own, so that a message of it can never be taken for one of a step, and a traffic
+        counter of its own, because one thread counts at a time. Closing the mesh closes it.
+        """
+        own = self.channels[axis]
+        found = (
+            Channel(own.axis, rank=own.rank, size=own.size, transport=None, traffic=TrafficCounter())
+            if own.size == 1
+            else None
+        )
+        for ranks in rank_groups(self.degrees, (axis,)) if found is None else ():
+            group = _new_group(world, ranks)
+            if world.rank in ranks:
+                assert group is not None
+                self._own_groups.append(group)
+                # It waits most of the time, and spinning would take the processor from the thread that computes.
+                transport = _build_transport(world, group, axis=f"{axis.value} (background)", shared=True, spins=False)
+                found = Channel(own.axis, rank=own.rank, size=own.size, transport=transport, traffic=TrafficCounter())
+        assert found is not None, "every rank lies on every axis"
+        self._background.append(found)
+        return found
 
 
 def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
@@ -127,12 +152,14 @@ def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
     return mesh
 
 
-def _build_transport(world: World, group: dist.ProcessGroup, *, axis: str, shared: bool) -> Transport:
+def _build_transport(
+    world: World, group: dist.ProcessGroup, *, axis: str, shared: bool, spins: bool = True
+) -> Transport:
     if world.is_rehearsed:
         return EchoTransport()
     if shared and world.device.type == "cpu":
         # Ranks that outnumber the cores must not burn the time that the peer they wait for needs.
-        spins = world.size <= _num_cores()
+        spins = spins and world.size <= _num_cores()
         transport = build_shared_transport(group, axis=axis, deadline_seconds=world.deadline_seconds, spins=spins)
         if transport is not None:
             return transport
@@ -167,8 +194,10 @@ def _named_axes(degrees: Mapping[Axis, int]) -> list[tuple[str, tuple[Axis, ...]
 
 
 def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
-    if len(ranks) == world.size:
-        return world.group
+    return world.group if len(ranks) == world.size else _new_group(world, ranks)
+
+
+def _new_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
     # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
     timeout = timedelta(seconds=world.deadline_seconds)
     with sealed_listeners():

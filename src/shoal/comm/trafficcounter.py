@@ -59,6 +59,12 @@ class TrafficCounter:
             key = (axis, operation)
             self.counts[key] = self.counts.get(key, Traffic()) + Traffic(calls=1, num_bytes=num_bytes)
 
+    def add(self, counts: Mapping[tuple[str, str], Traffic]) -> None:
+        """Enter what another counter has counted."""
+        if self.is_open:
+            # In place: whoever counts holds this very dict.
+            self.counts.update(add_traffic(self.counts, counts))
+
     @contextmanager
     def counting(self) -> Iterator[TrafficCounts]:
         """Count from zero inside the context; the counts are complete when it is left."""

@@ -1,6 +1,6 @@
 """A process's place among the others: who it is, whom it can reach, and how long it will wait for them.
 
-The environment is torchrun's contract, so the same worker runs under Shoal's supervisor, ``torchrun``, SLURM or Kubeflow.
+The same worker runs under Shoal's supervisor, torchrun, SLURM, MPI and others (``launch/environments.py``).
 Under the supervisor the ranks meet in a file that only this user can open (``launch/ranks.py``): torch's ``TCPStore`` asks
 nobody who he is, and every user of the machine could read, change and fill it. What gloo listens on is sealed as soon as a group
 is connected (``packetfilter.py``).
@@ -8,14 +8,17 @@ is connected (``packetfilter.py``).
 
 import functools
 import itertools
+import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch types these names only there
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.interface import choose_interface
 from shoal.comm.packetfilter import sealed_listeners
+from shoal.core.errors import RunError
 from shoal.core.place import Place
 
 _JOINED = itertools.count()
@@ -96,11 +99,13 @@ def join_world(
         with sealed_listeners():
             world.save_group = dist.new_group(backend="gloo", timeout=timeout)
         return world
+    if not place.store:
+        choose_interface(place)
     if store is None and place.store:
         store = FileStore(place.store, place.world_size)
     elif store is None:
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
-        store = PrefixStore(f"join-{next(_JOINED)}", _launchers_store(timeout))
+        store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
     with sealed_listeners():
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
@@ -111,7 +116,46 @@ def join_world(
 
 
 @functools.cache
-def _launchers_store(timeout: timedelta) -> Store:
-    """The store of this process's launcher; one for all its life, because rank 0 may be the one that serves it."""
-    store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
-    return store
+def open_store(place: Place, timeout: timedelta) -> Store:
+    """Where the processes of a launcher meet; one for all the life of a process, because rank 0 may be the one that serves it.
+
+    torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
+    listen on every interface.
+
+    Raises:
+        RunError: rank 0 cannot listen at the address, or cannot be reached there.
+    """
+    if place.launcher == "torchrun":
+        found: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
+        return found
+    where = f"{place.address}:{place.port}"
+    try:
+        listener = _listen(place) if place.rank == 0 else None
+        return TCPStore(
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (OSError, RuntimeError) as error:
+        doing = "rank 0 cannot listen" if place.rank == 0 else f"rank {place.rank} cannot reach rank 0"
+        raise RunError(
+            f"{doing} at {where}, where {place.launcher} has its processes meet: {error}; set MASTER_ADDR and MASTER_PORT "
+            "to an address of rank 0's host and a free port"
+        ) from error
+
+
+def _listen(place: Place) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(place.world_size + 16)
+    except OSError:
+        listener.close()
+        raise
+    return listener

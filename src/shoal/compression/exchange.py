@@ -152,13 +152,13 @@ class CompressedSum:
                 # Memory changes hands and tensors stay the same objects: whoever holds one sees the new state.
                 kept, before = self._state[what][name], self._state[what][name].detach()
                 kept.data = tensor
-                self._spare.setdefault(what, {})[name] = before
+                self._spare[what][name] = before
         self._pending = {}
 
     def forget(self) -> None:
         """The step was not taken: the state stays that from before it."""
         for what, found in self._pending.items():
-            self._spare.setdefault(what, {}).update(found)
+            self._spare[what].update(found)
         self._pending = {}
 
     def forecast_traffic(self) -> TrafficCounts:
@@ -191,6 +191,10 @@ class CompressedSum:
             }
         if self._way == "factors":
             self._state["right"] = {name: self._first_right(name, part) for name, part in self.compressed.items()}
+        self._spare = {
+            what: {name: torch.empty_like(tensor) for name, tensor in found.items()}
+            for what, found in self._state.items()
+        }
 
     def own_state(self) -> State:
         """What differs from rank to rank: live, flat tensors of what the rank holds of each parameter."""
@@ -212,7 +216,8 @@ class CompressedSum:
     @property
     def num_state_bytes(self) -> int:
         """Bytes of the state, and of the next one, which is made beside it."""
-        return 2 * sum(tensor.nbytes for found in self._state.values() for tensor in found.values())
+        kept = (self._state, self._pending, self._spare)
+        return sum(tensor.nbytes for state in kept for found in state.values() for tensor in found.values())
 
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros(part.size, device=self.device) for name, part in self.compressed.items()}
@@ -221,10 +226,9 @@ class CompressedSum:
         _, cols, rank = factor_rank(part.shape, int(self.rule.number))
         return start_right(cols, rank, codec_key(self.seed, 0, name), self.device)
 
-    def _next(self, what: str, name: str, like: Tensor) -> Tensor:
+    def _next(self, what: str, name: str) -> Tensor:
         """The memory for a tensor of the next state: that of the last one but one, whose pages are there already."""
-        spare = self._spare.get(what, {}).pop(name, None)
-        kept = torch.empty_like(like) if spare is None else spare
+        kept = self._spare[what].pop(name)
         self._pending.setdefault(what, {})[name] = kept
         return kept
 
@@ -254,7 +258,7 @@ class CompressedSum:
         assert codec is not None
         pieces = [[piece for piece in owner if piece.name in flats] for owner in self._pieces]
         self._compensate_(flats)
-        kept = {name: self._next("residual", name, flat) for name, flat in flats.items()} if self._has_residual else {}
+        kept = {name: self._next("residual", name) for name, flat in flats.items()} if self._has_residual else {}
         messages = []
         for owner in pieces:
             payloads = []
@@ -301,7 +305,7 @@ class CompressedSum:
                 total.add_(self._state["sum_residual"][piece.name])
             encoded = codec.encode(total, key=key, offset=piece.offset)
             if self._has_residual:
-                lost = self._next("sum_residual", piece.name, total)
+                lost = self._next("sum_residual", piece.name)
                 torch.sub(total, codec.decode(encoded, piece.numel), out=lost)
             payloads.append(encoded)
         counts = [message_bytes(codec, owner) for owner in pieces]
@@ -335,7 +339,7 @@ class CompressedSum:
             if self._has_residual:
                 for (name, flat), encoded in zip(flats.items(), payloads, strict=True):
                     # What was sent was sent exactly, so what is left of it is zero.
-                    lost = self._next("residual", name, flat).copy_(flat)
+                    lost = self._next("residual", name).copy_(flat)
                     lost[encoded.payload[1].to(torch.int64)] -= encoded.payload[0]
         counts = [len(payload.payload[0]) for payload in payloads]
         by_rank = [counts] * self.channel.size
@@ -358,8 +362,8 @@ class CompressedSum:
     def _send_momentum(self, name: str, gradient: Tensor, ratio: float) -> Encoded:
         before = DGCState(self._state["momentum"][name], self._state["unsent"][name])
         encoded, after = send(accumulate(before, gradient, self.config.momentum), ratio)
-        self._next("momentum", name, gradient).copy_(after.momentum)
-        self._next("unsent", name, gradient).copy_(after.unsent)
+        self._next("momentum", name).copy_(after.momentum)
+        self._next("unsent", name).copy_(after.unsent)
         return encoded
 
     def _tell_counts(self, counts: list[int]) -> list[list[int]]:
@@ -380,7 +384,7 @@ class CompressedSum:
                 # The places that were drawn may all be good ones, and a bad gradient must not arrive as a good one.
                 encoded.payload[0].fill_(float("nan"))
             if self._has_residual:
-                lost = self._next("residual", name, flat)
+                lost = self._next("residual", name)
                 torch.sub(flat, self._codec.decode(encoded, flat.numel()), out=lost)
             payloads.append(encoded)
         packed = torch.cat([encoded.payload[0] for encoded in payloads])
@@ -403,11 +407,11 @@ class CompressedSum:
         for (name, matrix), left, total in zip(matrices.items(), lefts, totals, strict=True):
             found = product(left, total)
             if self._has_residual:
-                lost = self._next("residual", name, flats[name]).view_as(matrix)
+                lost = self._next("residual", name).view_as(matrix)
                 torch.sub(matrix, found / self.channel.size, out=lost)
             matrix.copy_(found)
             revived = revive_right(total, codec_key(self.seed, self.step, name))
-            self._next("right", name, revived).copy_(revived)
+            self._next("right", name).copy_(revived)
 
     def _sum_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])

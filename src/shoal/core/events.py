@@ -68,7 +68,21 @@ class RoundDone(Event):
     policy: str
     islands: int
     seconds: float
-    """That the exchange and the outer step took on this rank."""
+    """That the exchange and the outer step took on this rank; of a fragment that crossed during steps, what was waited for."""
+    left_out: tuple[int, ...] = ()
+    """Islands whose part was dropped because it was not finite; they go on from the agreed weights."""
+    distance: float | None = None
+    """How far islands were apart, where ``replicas.distance`` asks for it: see ``IslandsMeasured``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsMeasured(Event):
+    """How far islands are apart, found at an evaluation, where the weights that stand for all of them are there anyway."""
+
+    kind: ClassVar[str] = "islands"
+    step: int
+    distance: float
+    """The root of the mean squared distance of their weights to their mean; of easgd, to the center."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,22 @@ class Place:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    """Its number among the processes on its host."""
+    local_size: int | None = None
+    """Processes of the run on its host; None where the launcher does not say."""
     generation: int = 0
     """How often the launcher has restarted the group."""
     is_launched: bool = False
     """True where a launcher started this process, even as the only one: it has a group then."""
     store: str = ""
-    """The file in which the ranks meet; empty where the launcher has a store of its own."""
+    """The file in which the ranks meet; empty where they meet at ``address``."""
+    launcher: str = ""
+    """Who started this process: torchrun, slurm, openmpi, ...; empty where nobody did."""
+    hosts: tuple[str, ...] = ()
+    """The hosts of the run in the order of their first ranks; empty where the launcher does not say."""
+    address: str = ""
+    """Where rank 0 can be reached; empty where the ranks meet in a file."""
+    port: int = 0
+    """At ``address``."""
+    evidence: tuple[str, ...] = ()
+    """The variables that say so, as ``NAME=value``."""

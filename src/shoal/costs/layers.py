@@ -130,6 +130,8 @@ class Layer:
     """Bytes of one sample that two neighbours which share the rows out read of each other's, together."""
     tied_to: str | None = None
     """The layer whose ``split_weights`` this one reads as well; they are counted there alone."""
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), compare=False)
+    """Names and shapes of its trained parameters; empty where the model stands by its numbers (``shapes`` has a guess)."""
 
     @property
     def weights(self) -> float:
@@ -145,6 +147,23 @@ class Layer:
     def forward_flops(self) -> float:
         """Of one sample."""
         return sum(op.flops for op in self.ops)
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Its trained parameters; of a layer by its numbers the matrices of its products, and all else as one vector."""
+        if self.parameters or not self.weights:
+            return self.parameters
+        matrices = [
+            (max(1, round(op.inner)), max(1, round(op.outer)))
+            for op in self.ops
+            if op.kind is OpKind.MATMUL
+            for _ in range(op.count * op.experts)
+        ]
+        if self.tied_to:
+            matrices = []  # Its product reads the other layer's.
+        rest = round(self.weights) - sum(rows * columns for rows, columns in matrices)
+        named = [(f"{self.name}.{place}", shape) for place, shape in enumerate(matrices)]
+        return (*named, *([(f"{self.name}.rest", (rest,))] if rest > 0 else []))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,12 +225,13 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
     ]
     received = [0.0, *sent[:-1]]
     weights = _weights(module, one)
+    trained = {name: tuple(weight.shape) for name, weight in module.named_parameters() if weight.requires_grad}
     kinds = _kinds(one.layers)
     layers = []
     for place, (before, after) in enumerate(zip(one.layers, two.layers, strict=True)):
         _check_alike(before.work, after.work, batches=batches, name=before.name)
         num_pairs = len(before.work.sums)
-        whole, split, routed, tied_to = weights[place]
+        whole, split, routed, tied_to, names = weights[place]
         layers.append(
             Layer(
                 name=before.name,
@@ -248,6 +249,7 @@ def _layers(module: nn.Module, one: _Pass, two: _Pass, *, batches: Batches) -> t
                 image_rows=(rows := rows_of(before.work.images)),
                 halo_bytes=_halo_bytes(before.work, after.work, batches) if rows else 0.0,
                 tied_to=tied_to,
+                parameters=tuple((name, trained[name]) for name in names if name in trained),
             )
         )
     return tuple(layers)
@@ -269,8 +271,8 @@ def _kinds(layers: Sequence[LayerUse]) -> list[LayerKind]:
     return kinds
 
 
-def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, str | None]]:
-    """Of each layer: elements that stay whole, that are cut, and of experts; and the layer whose weights it reads too.
+def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, str | None, list[str]]]:
+    """Of each layer: elements that stay whole, that are cut, and of experts; the layer whose weights it reads too; its own.
 
     A weight belongs to the first layer that reads it; one that nobody reads, to the layer whose module it is in, else the last.
     """
@@ -282,6 +284,7 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, 
         for name in layer.weights:
             owner.setdefault(name, place)
     sums = [[0.0, 0.0, 0.0] for _ in seen.layers]
+    names: list[list[str]] = [[] for _ in seen.layers]
     for name, parameter in module.named_parameters():
         if name not in owner:
             holders = [place for place, layer in enumerate(seen.layers) if is_under(name, layer.name)]
@@ -290,7 +293,10 @@ def _weights(module: nn.Module, seen: _Pass) -> list[tuple[float, float, float, 
         cut = seen.cuts[name]
         is_cut = cut is TensorSplit.COLUMNS or (cut is TensorSplit.ROWS and parameter.ndim > 1)
         sums[owner[name]][2 if name in seen.experts else int(is_cut)] += parameter.numel()
-    return [(whole, split, routed, name) for (whole, split, routed), name in zip(sums, tied, strict=True)]
+        names[owner[name]].append(name)
+    return [
+        (whole, split, routed, name, own) for (whole, split, routed), name, own in zip(sums, tied, names, strict=True)
+    ]
 
 
 def _batch_of(inputs: Sequence[Tensor] | Mapping[str, Tensor], dim: int) -> int:

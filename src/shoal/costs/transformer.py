@@ -121,6 +121,11 @@ def _embedding(shape: TransformerShape) -> Layer:
         output_bytes=output,
         num_pairs=1,
         pair_bytes=output,
+        # No product of its own says what its matrix is like.
+        parameters=(
+            ("embedding.tokens", (shape.padded_vocab, shape.hidden)),
+            *((("embedding.positions", (shape.sequence, shape.hidden)),) if shape.learned_positions else ()),
+        ),
     )
 
 

@@ -80,6 +80,8 @@ class StepBatch:
     """Weight of this replica's part."""
     epoch: int = 0
     """That its samples are of."""
+    island_samples: int = 0
+    """Samples of this replica's island: all of them, where the run is one."""
     num_microbatches: int | None = None
     """Of every replica in this step, where the batch is not short; None where the plan says it."""
 
@@ -250,14 +252,15 @@ class Loader:
         if self._options.pin_memory and torch.cuda.is_available():
             items = [_pin(one) for one in items]
         loaded = [Microbatch.of(one, ids) for one, ids in zip(items, part.microbatches, strict=True)]
-        uniform = self._source.uniform_weight
+        uniform, own = self._source.uniform_weight, self._share.island_samples(part.num_samples)
         return StepBatch(
             microbatches=tuple(loaded),
             num_samples=part.num_samples,
             position=part.position,
-            total_weight=None if uniform is None else float(uniform * self._share.island_samples(part.num_samples)),
+            total_weight=None if uniform is None else float(uniform * own),
             local_weight=sum(microbatch.weight for microbatch in loaded),
             epoch=part.epoch,
+            island_samples=own,
             num_microbatches=self._share.num_microbatches,
         )
 

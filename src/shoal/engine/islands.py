@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel, TorchTransport
-from shoal.comm.trafficcounter import TrafficCounts
-from shoal.core.events import RoundDone
+from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
 from shoal.engine.state import RankState
@@ -23,8 +23,9 @@ from shoal.engine.stop import StopRequest
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
-from shoal.replicas.policy import Policy
-from shoal.replicas.traffic import Sizes, step_traffic, tells_stop
+from shoal.replicas.intervals import Interval
+from shoal.replicas.policy import Policy, StepEnd
+from shoal.replicas.traffic import Sizes, step_traffic, summed_traffic, tells_stop
 
 PREFIX = "islands/"
 """Of the names of what islands keep in a checkpoint."""
@@ -53,16 +54,28 @@ class Islands:
     device: torch.device
     publish: Callable[[], None]
     """Brings weights to where forward passes read them."""
-    report: list[RoundDone] = field(default_factory=list)
+    forget: Callable[[], None]
+    """Puts this rank's optimizer back to its beginning."""
+    goes_on: bool = False
+    """An island whose step is not finite leaves it out, and comes to rounds all the same."""
+    report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
     """Rounds since somebody asked, oldest first."""
+    last_distance: float | None = field(default=None, init=False)
+    """How far islands were apart when that was measured last."""
+    interval: Interval = field(init=False)
+    _is_measured: bool = field(default=False, init=False)
+    """The last step has measured the distance."""
     _since: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     """Steps since the last round."""
     _rounds: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     """Rounds so far: the number of the next one."""
     _last_round: float = field(default_factory=time.monotonic)
 
-    def take_report(self) -> list[RoundDone]:
-        """Rounds since this was asked last."""
+    def __post_init__(self) -> None:
+        self.interval = Interval(self.rule, self.config)
+
+    def take_report(self) -> list[RoundDone | IslandsMeasured]:
+        """Rounds and measurements since this was asked last."""
         told, self.report = self.report, []
         return told
 
@@ -83,8 +96,14 @@ class Islands:
         """The optimizer is about to step."""
         self.policy.before_update()
 
-    def after_update(self, step: int, *, lr: float) -> None:
-        """The optimizer has stepped: hold a round where one is due, and hear whether anybody wants to stop."""
+    def after_update(self, step: int, *, lr: float, samples: int) -> None:
+        """The optimizer has stepped: hold a round where one is due, and hear whether anybody wants to stop.
+
+        Args:
+            step: its number, from 0.
+            lr: its rate.
+            samples: that this island learnt from in it.
+        """
         if self.sums_gradients(step):
             if step + 1 == self.rule.start:
                 self.policy.restart()
@@ -92,11 +111,17 @@ class Islands:
             return
         self._since += 1
         is_round = self._is_due(step, lr)
+        distance = self._measure_before(is_round=is_round)
         started = time.perf_counter()
-        changed = self.policy.after_update(step, lr=lr, is_round=is_round)
+        changed = self.policy.after_update(StepEnd(step=step, lr=lr, is_round=is_round, samples=samples))
         if is_round:
             self._since.zero_()
             self._last_round = time.monotonic()
+        if self.channel.rank in self.policy.left_out:
+            # What made the weights useless is in the optimizer's state too.
+            self.forget()
+        if is_round and self.rule.graph is not None and self._wants_distance():
+            distance = self.distance()
         if is_round or (changed and self.rule.kind == "stream"):
             self.report.append(
                 RoundDone(
@@ -105,10 +130,16 @@ class Islands:
                     policy=str(self.rule),
                     islands=self.channel.size,
                     seconds=time.perf_counter() - started,
+                    left_out=self.policy.left_out,
+                    distance=distance,
                 )
             )
             self._rounds += 1
         self._tell_stop(step, is_round=is_round)
+
+    def close(self) -> None:
+        """Wait for what is under way between islands."""
+        self.policy.close()
 
     def end_step(self) -> None:
         """After a round buffers are the islands' mean, as weights are."""
@@ -118,11 +149,15 @@ class Islands:
     def _is_due(self, step: int, lr: float) -> bool:
         if self.rule.seconds is not None:
             return self._clock_says_so()
-        if self.config.interval == "qsr" and self.rule.kind == "local":
-            # Gu et al. 2024, arXiv 2310.14423, equation 2: H = max(H0, floor((a / lr)^2)).
-            longest = math.floor((self.config.interval_scale / max(lr, 1e-12)) ** 2)
-            return int(self._since) >= max(self.rule.period, longest)
-        return self.rule.is_round(step)
+        return self.interval.is_due(step, lr=lr, since=int(self._since))
+
+    def _wants_distance(self) -> bool:
+        return self.config.distance > 0 and int(self._rounds) % self.config.distance == 0
+
+    def _measure_before(self, *, is_round: bool) -> float | None:
+        """How far islands have gone apart before a round brings them together; of gossip that is asked after it."""
+        self._is_measured = is_round and self._wants_distance()
+        return self.distance() if self._is_measured and self.rule.graph is None else None
 
     def _clock_says_so(self) -> bool:
         """The first rank of the run looks at its clock, and all obey at this very step."""
@@ -153,28 +188,56 @@ class Islands:
             )
         items = {name: weight.numel() for name, weight in self.weights.items()}
         size = next((weight.element_size() for weight in self.weights.values()), 4)
-        return step_traffic(
+        found = step_traffic(
             self.rule,
             step,
-            Sizes(elements=items, item_bytes=size, order=sorted(self.saved_names)),
+            Sizes(
+                elements=items,
+                item_bytes=size,
+                order=sorted(self.saved_names),
+                islands=self.channel.size,
+                inside=self.inside.size,
+            ),
             is_round=is_round,
-            has_order=not isinstance(self.channel.transport, TorchTransport) or self.channel.size <= 2,
+            has_order=self._has_order,
             place=self.channel.rank,
             matrix=graph,
         )
+        return found if not self._is_measured else add_traffic(found, self._measuring(items, size))
+
+    def _measuring(self, items: Mapping[str, int], size: int) -> TrafficCounts:
+        """What measuring the distance costs."""
+        number = Traffic(calls=1, num_bytes=8)
+        told = {(self.channel.axis, "all_reduce"): number}
+        inside = {(self.inside.axis, "all_reduce"): number} if self.inside.size > 1 else {}
+        if self.rule.kind == "easgd":
+            return add_traffic(told, inside)
+        summed = summed_traffic(list(items.values()), size, has_order=self._has_order)
+        return add_traffic(told, inside, summed)
+
+    @property
+    def _has_order(self) -> bool:
+        """The channel adds in the order of ranks by itself."""
+        return not isinstance(self.channel.transport, TorchTransport) or self.channel.size <= 2
 
     # --- evaluation
 
     @contextmanager
     @torch.no_grad()
-    def consensus(self) -> Iterator[None]:
-        """Inside, the model's weights are those that stand for all islands; afterwards this island's own, bit for bit."""
+    def consensus(self, step: int) -> Iterator[None]:
+        """Inside, the model's weights are those that stand for all islands; afterwards this island's own, bit for bit.
+
+        Args:
+            step: steps that were taken before.
+        """
         if self.policy.is_agreed:
             yield
             return
         own = {name: weight.clone() for name, weight in self.weights.items()}
         kept = [buffer.clone() for buffer in self.buffers.values()]
-        self._put(self.policy.consensus())
+        mean = self.policy.consensus()
+        self.report.append(IslandsMeasured(step=step, distance=self._distance_to(mean)))
+        self._put(mean)
         mean_over_islands_(list(self.buffers.values()), self.channel)
         try:
             yield
@@ -190,8 +253,17 @@ class Islands:
 
     @torch.no_grad()
     def distance(self) -> float:
-        """How far islands are apart: the root of the mean squared distance of their weights to their mean."""
-        mean = self.policy.consensus() if not self.policy.is_agreed else dict(self.weights)
+        """How far islands are apart: the root of the mean squared distance of their weights to their mean (easgd: the center).
+
+        It costs an exchange of the size of the model. All ranks call it together.
+        """
+        if self.rule.kind == "easgd":
+            return self._distance_to(self.policy.consensus())
+        mean = {name: weight.clone() for name, weight in self.weights.items()}
+        mean_over_islands_(list(mean.values()), self.channel)
+        return self._distance_to(mean)
+
+    def _distance_to(self, mean: Mapping[str, Tensor]) -> float:
         squares = sum(
             (float((weight.double() - mean[name].double()).square().sum()) for name, weight in self.weights.items()),
             0.0,
@@ -199,7 +271,8 @@ class Islands:
         told = torch.tensor([squares], dtype=torch.float64, device=self.device)
         self.channel.all_reduce_(told)
         self.inside.all_reduce_(told)
-        return math.sqrt(float(told) / self.channel.size)
+        self.last_distance = math.sqrt(float(told) / self.channel.size)
+        return self.last_distance
 
     def agreed_weights(self) -> dict[str, Tensor]:
         """The weights and statistics that stand for all islands, as copies, by the names that checkpoints have for them."""
@@ -256,6 +329,7 @@ class Islands:
             self.policy.loaded(after_round=self.was_round)
         else:
             self.policy.restart()
+            self.interval.restart()
             self._since.zero_()
             self._rounds.zero_()
 
@@ -270,6 +344,8 @@ class Islands:
                     key = f"{prefix}{where}/{what}/{self.saved_names[name]}"
                     tensors[key], placements[key] = tensor, self.placements[name]
         numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
-        for what, number in {**numbers, "shared/since": self._since, "shared/round": self._rounds}.items():
+        shared = {"since": self._since, "round": self._rounds, **self.interval.numbers()}
+        numbers |= {f"shared/{what}": number for what, number in shared.items()}
+        for what, number in numbers.items():
             tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)
         return tensors, placements

@@ -23,7 +23,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.core.events import RoundDone
+from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
@@ -113,6 +113,8 @@ class ParallelModel:
     """What to say of residuals in the checkpoint, in a run that has none."""
     _loss_scale: float = field(default=1.0, init=False)
     """What is still in the gradients."""
+    _samples: int = field(default=0, init=False)
+    """Of the last batch, that this island has."""
 
     @property
     def hooks(self) -> Hooks:
@@ -169,6 +171,8 @@ class ParallelModel:
         if is_taken:
             self.passes.enter("optimizer", step)
             self.step(lr=lr() if callable(lr) else lr, number=step)
+        elif self.islands is not None and self.islands.goes_on:
+            self._pass_over(lr=lr() if callable(lr) else lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -177,9 +181,19 @@ class ParallelModel:
             hook.on_update(step, result)
         return result
 
-    def take_rounds(self) -> list[RoundDone]:
-        """Rounds that islands have held since this was asked last."""
+    def take_rounds(self) -> list[RoundDone | IslandsMeasured]:
+        """Rounds that islands have held, and what was measured of them, since this was asked last."""
         return [] if self.islands is None else self.islands.take_report()
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Evaluations decide something of what comes next, so that a checkpoint must know of them."""
+        return self.hooks.follow_evaluations or (self.islands is not None and self.islands.interval.follows_losses)
+
+    def follow_evaluation(self, loss: float) -> None:
+        """An evaluation that is part of the schedule had this validation loss."""
+        if self.islands is not None:
+            self.islands.interval.evaluated(loss)
 
     def forward_backward(self, batch: StepBatch, *, step: int, loss_scale: float = 1.0) -> float:
         """Leave the gradient of a batch, summed over all ranks, in ``.grad``; returns its loss over all ranks.
@@ -193,7 +207,7 @@ class ParallelModel:
         """
         for hook in self.hooks:
             hook.on_step_start(step, batch)
-        self._loss_scale = loss_scale
+        self._loss_scale, self._samples = loss_scale, batch.island_samples
         if self.reduction.exchange is not None:
             self.reduction.exchange.sums.begin_step(step)
         self.reduction.begin_step()
@@ -233,11 +247,21 @@ class ParallelModel:
             self.islands.before_update()
         self.optimizer.step()
         if self.islands is not None:
-            self.passes.enter("wait: other islands", number)
-            rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
-            self.islands.after_update(number, lr=float(rate))
+            self._meet(self.islands, number, lr=lr, samples=self._samples)
         if not self.publishes_by_itself:
             self.reduction.publish()
+
+    def _meet(self, islands: Islands, number: int, *, lr: float | None, samples: int) -> None:
+        self.passes.enter("wait: other islands", number)
+        rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
+        islands.after_update(number, lr=float(rate), samples=samples)
+
+    def _pass_over(self, *, lr: float | None, number: int) -> None:
+        """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others."""
+        assert self.islands is not None
+        self.islands.before_update()
+        self._meet(self.islands, number, lr=lr, samples=0)
+        self.reduction.publish()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
@@ -310,7 +334,7 @@ class ParallelModel:
                 metrics=metrics,
             )
 
-        with self.islands.consensus() if self.islands is not None else nullcontext():
+        with self.islands.consensus(step) if self.islands is not None else nullcontext():
             found = look()
         for prefix, weights in {key: one for hook in self.hooks for key, one in hook.variants().items()}.items():
             with weights:
@@ -458,4 +482,6 @@ class ParallelModel:
 
     def close(self) -> None:
         """Give up the groups of ranks; the world is the caller's."""
+        if self.islands is not None:
+            self.islands.close()
         self.mesh.close()

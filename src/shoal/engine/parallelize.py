@@ -36,7 +36,7 @@ from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.models.losses import Loss, loss_of_output
-from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
+from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state, reset_state
 from shoal.optim.given import GivenOptimizer
 from shoal.optim.groups import Groups
 from shoal.optim.precision import Precision
@@ -354,7 +354,7 @@ def _assemble(
         max_norm=max_norm,
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
-        islands=_build_islands(parts, passes, outline, settings) if parts.mesh.has(Axis.ISLAND) else None,
+        islands=_build_islands(parts, passes, outline, settings, optimizer) if parts.mesh.has(Axis.ISLAND) else None,
         publishes_by_itself=is_given,
         saved_sums=_save_sums(passes.reduction, outline),
         needs_exact_norm=settings.optim.adapt == "adascale" or settings.train.batch_schedule == "noise",
@@ -378,7 +378,9 @@ def _save_sums(reduction: Reduction, outline: Outline) -> SavedSums | None:
     return SavedSums(sums=reduction.exchange.sums, saved_names=names)
 
 
-def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Settings) -> Islands:
+def _build_islands(
+    parts: _Parts, passes: Passes, outline: Outline, settings: Settings, optimizer: Optimizer
+) -> Islands:
     """What brings this island together with the others.
 
     Raises:
@@ -390,7 +392,17 @@ def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Se
     channel = parts.mesh.channel(Axis.ISLAND)
     weights = {name: parameter.detach() for name, parameter in reduction.updated.items()}
     order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
-    island = Island(channel=channel, weights=weights, seed=settings.train.seed)
+    # Every rank makes it, or none: the rule is the plan's.
+    overlaps = rule.kind == "stream" and rule.delay > 0
+    island = Island(
+        channel=channel,
+        weights=weights,
+        seed=settings.train.seed,
+        inside=parts.mesh.everyone,
+        background=parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None,
+        rank=parts.world.rank,
+        deadline_seconds=parts.world.deadline_seconds,
+    )
     return Islands(
         rule=rule,
         config=settings.replicas,
@@ -405,6 +417,8 @@ def _build_islands(parts: _Parts, passes: Passes, outline: Outline, settings: Se
         stop=scalars.stop,
         device=parts.world.device,
         publish=reduction.publish,
+        forget=lambda: reset_state(optimizer),
+        goes_on=settings.train.nonfinite == "skip",
     )
 
 

@@ -16,7 +16,17 @@ import torch
 from torch import nn
 
 from shoal.comm.world import World
-from shoal.core.events import Evaluated, Event, MemoryMeasured, RateAdapted, RunStarted, StepDone, Warned
+from shoal.core.events import (
+    Evaluated,
+    Event,
+    IslandsMeasured,
+    MemoryMeasured,
+    RateAdapted,
+    RoundDone,
+    RunStarted,
+    StepDone,
+    Warned,
+)
 from shoal.core.rundir import RunDir
 from shoal.data.loader import Loader
 from shoal.randomness.dropout import DropoutKey
@@ -55,6 +65,7 @@ class Reporter:
         self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
         self.noise_scale: float | None = None
+        self.distance: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
         self._published = 0.0
 
@@ -129,6 +140,7 @@ class Reporter:
                 else None,
                 "validation_loss": self.validation_loss,
                 **({} if self.noise_scale is None else {"noise_scale": self.noise_scale}),
+                **({} if self.distance is None else {"distance": self.distance}),
             }
         )
 
@@ -143,16 +155,33 @@ class Reporter:
         self.event(event)
         self.noise_scale = event.noise_scale
 
-    def tell(self, *messages: str) -> None:
-        """Tell the user something, once for all ranks; a line for each."""
-        for message in messages if self.world.is_first else ():
+    def tell(self, *messages: str, speaks: bool | None = None) -> None:
+        """Tell the user something, once for all ranks; a line for each.
+
+        Args:
+            messages: a line each.
+            speaks: this rank says it; left out, the first rank of the run does. For what only some ranks know.
+        """
+        for message in messages if (self.world.is_first if speaks is None else speaks) else ():
             print(message, file=sys.stderr, flush=True)
 
-    def warn(self, *messages: str) -> None:
+    def warn(self, *messages: str, speaks: bool | None = None) -> None:
         """Tell the user something that the run survives: once on the terminal, and in the events of every rank."""
         for message in messages:
             self.event(Warned(message=message))
-            self.tell(f"warning: {message}")
+            self.tell(f"warning: {message}", speaks=speaks)
+
+    def rounds(self, events: Iterable[RoundDone | IslandsMeasured]) -> None:
+        """Record rounds of islands, and how far they are apart; the display shows the newest distance."""
+        for event in events:
+            self.event(event)
+            if event.distance is not None:
+                self.distance = event.distance
+            for island in event.left_out if isinstance(event, RoundDone) else ():
+                self.warn(
+                    f"step {event.step}: the weights of island {island} are not finite, so a round leaves it out; it goes on "
+                    f"from the agreed weights with a new optimizer state"
+                )
 
     def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
         """Measure where this rank's memory is, and record it."""

@@ -260,19 +260,6 @@ def check_graph(plan: Plan) -> None:
         mixing(rule.graph, plan.islands, 0, seed=0, is_directed=rule.kind == "pushsum")
 
 
-def refuse_islands(plan: Plan, who: str) -> None:
-    """Refuse a plan with islands where nothing knows what they cost.
-
-    Raises:
-        RequestError: says who does not, and what to do.
-    """
-    if plan.islands > 1 or plan.sync != "allreduce":
-        raise RequestError(
-            f"plan {str(plan)!r}: {who} has no price for islands and sync={plan.sync} yet; leave sync out for the plan of one "
-            f"island, or train it"
-        )
-
-
 def _divisor_below(number: int, wanted: int) -> int:
     return max(candidate for candidate in range(1, max(1, min(wanted, number)) + 1) if number % candidate == 0)
 
@@ -404,8 +391,11 @@ def _island_settings(train: TrainConfig, plan: Plan) -> list[str]:
     found = []
     if train.precision == "float16":
         found.append(f"train.precision float16 {alone}; use bfloat16")
-    if train.nonfinite == "skip":
-        found.append(f"train.nonfinite skip {alone}; leave nonfinite out")
+    if train.rollback_after:
+        found.append(
+            f"train.rollback_after {train.rollback_after} goes back on all ranks together, and islands with sync={plan.sync} "
+            f"leave steps out by themselves; leave rollback_after out"
+        )
     if train.spike is not None:
         found.append(f"train.spike {train.spike:g} {alone}; leave spike out")
     return found
@@ -459,9 +449,9 @@ def check_processes(count: int) -> None:
         )
 
 
-def default_threads(world_size: int) -> int:
-    """Compute threads per process when every process is on this machine."""
-    return max(1, _num_cores() // world_size)
+def default_threads(num_processes: int) -> int:
+    """Compute threads per process where so many processes of a run share this machine."""
+    return max(1, _num_cores() // num_processes)
 
 
 def _num_cores() -> int:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh, pretend_mesh
+from shoal.compression.config import CompressionConfig
 from shoal.core.axes import Axis
+from shoal.core.compressrule import CompressRule
 from shoal.core.plan import Plan
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
@@ -84,9 +86,11 @@ class RankPreview:
             precision=precision,
         )
 
-    def state_bytes(self, optim: OptimConfig) -> StateBytes:
+    def state_bytes(self, optim: OptimConfig, compression: CompressionConfig | None = None) -> StateBytes:
         """What this rank keeps of trained parameters from step to step, and what it works with."""
-        plan = self.plan
+        plan, compress = self.plan, None
+        if plan.compress is not None and plan.islands == 1:
+            compress = CompressRule.parse(plan.compress), compression or CompressionConfig()
         return predict_state_bytes(
             self.model,
             analysis=self.analysis,
@@ -96,6 +100,7 @@ class RankPreview:
             # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
             num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
             optim=optim,
+            compress=compress,
         )
 
     def activation_bytes(self, loss: Loss, microbatch: Microbatch, *, has_piggyback: bool = False) -> int:
@@ -136,4 +141,6 @@ def measure_state(model: ParallelModel) -> dict[str, int]:
     sizes = measure_state_bytes(model.model, reduction, model.optimizer)
     # An asynchronous stage has given its gradients back by the time it is looked at.
     kept = ("weights", "optimizer") if model.asynchronous is not None else STATE
+    if reduction.exchange is not None:
+        kept = (*kept, "compression")
     return {name: value for name, value in asdict(sizes).items() if name in kept}

@@ -1,7 +1,9 @@
-"""The variables by which a launcher tells a process its place: torchrun's contract, read and, for our own ranks, written.
+"""The variables by which a launcher tells a process its place: read from any launcher, and written for our own ranks.
 
-The same worker therefore runs under torchrun, SLURM and Kubeflow, but for the address of a store: the supervisor's ranks meet
-in a file. What only Shoal's supervisor gives is named ``SHOAL_*``.
+One pure function reads them all (``detect/launchers.py`` has a reader for each), so the same worker runs under torchrun, SLURM,
+MPI and whatever else names a rank. What is seen and not understood is refused: taking such a process for the only one would train
+a whole run on every host. Our own ranks get torchrun's contract, but for the address of a store: they meet in a file. What only
+Shoal's supervisor gives is named ``SHOAL_*``.
 """
 
 import os
@@ -11,9 +13,12 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
+from shoal.launch.detect.launchers import READERS, refuse_others
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+DETECT_VARIABLE = "SHOAL_LAUNCHER"
+"""Set to ``off``, no launcher is looked for: the process is alone, whatever is set besides."""
 _OURS = "SHOAL_"
 
 
@@ -21,24 +26,48 @@ def read_place(environment: Mapping[str, str]) -> Place:
     """The place that a launcher's variables give; a process that nobody launched is alone. Pure.
 
     Raises:
-        RequestError: the variables are there but make no sense.
+        RequestError: the variables make no sense, two launchers disagree, or one is there that gave this process no rank.
     """
-    if "RANK" not in environment:
+    if environment.get(DETECT_VARIABLE, "auto") == "off":
         return Place()
-    try:
-        place = Place(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-            generation=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            is_launched=True,
-            store=environment.get("SHOAL_STORE", ""),
+    found = {name: place for name, read in READERS.items() if (place := read(environment)) is not None}
+    if not found:
+        refuse_others(environment)
+        return Place()
+    trusted, *others = found.values()
+    for other in others:
+        if not _is_nested(trusted, other, environment) and (other.rank, other.world_size) != (
+            trusted.rank,
+            trusted.world_size,
+        ):
+            raise RequestError(
+                f"{trusted.launcher} makes this process rank {trusted.rank} of {trusted.world_size} "
+                f"({', '.join(trusted.evidence)}), and {other.launcher} rank {other.rank} of {other.world_size} "
+                f"({', '.join(other.evidence)}); unset the variables of one of them"
+            )
+    return trusted
+
+
+def _is_nested(inner: Place, outer: Place, environment: Mapping[str, str]) -> bool:
+    """True where a launcher starts another one, whose ranks are then not its own: torchrun as a task of SLURM, say."""
+    if inner.launcher in ("torchrun", "supervisor"):
+        return inner.launcher == "supervisor" or "TORCHELASTIC_RUN_ID" in environment
+    return inner.launcher in ("openmpi", "mpich") and outer.launcher == "slurm"
+
+
+def refuse_launcher(environment: Mapping[str, str], verb: str) -> None:
+    """Refuse to start processes of our own as one of several ranks of a launcher: each of them would start as many.
+
+    Raises:
+        RequestError: names the launcher and what to do.
+    """
+    place = read_place(environment)
+    if place.is_launched and place.launcher != "supervisor" and place.world_size > 1:
+        raise RequestError(
+            f"{verb} starts its own processes on this machine, and this is rank {place.rank} of {place.world_size} of "
+            f"{place.launcher} ({', '.join(place.evidence)}): each rank would do the same again; run it once, outside of "
+            f"{place.launcher}, or with {DETECT_VARIABLE}=off"
         )
-    except (KeyError, ValueError) as error:
-        raise RequestError(f"the launcher set RANK but not a whole WORLD_SIZE beside it: {error}") from error
-    if not 0 <= place.rank < place.world_size:
-        raise RequestError(f"the launcher gave RANK={place.rank} of WORLD_SIZE={place.world_size}")
-    return place
 
 
 def attach_status(environment: Mapping[str, str]) -> RankStatus | None:

@@ -23,6 +23,10 @@ from shoal.launch.process import Process, Streams, start_program, wait_readable
 
 READY = b"ready"
 """What a fork server says when it has imported everything."""
+PREPARE, RELEASE = b"prepare", b"release"
+"""Before and after the forks of processes that share what was built once (``template.py``)."""
+NOT_TOLD = b"-"
+"""What was to be built cannot be shared, for a reason that the processes will say by themselves."""
 TITLE_ROOM = "-" * 1024
 """An argument that means nothing: its memory holds the command line of a fork, for those who look from outside."""
 FEWEST_TO_FORK = 2
@@ -51,16 +55,19 @@ class ForkClient:
         self._socket: socket.socket | None = None
         self._is_ready = False
         self._preloading = Deadline(seconds=_PRELOAD_SECONDS)
+        self._is_preparing = False
         self._num_failed = 0
         self._owner = 0
         self.problem = ""
         """Why the last server is of no use; empty when it is."""
+        self.unprepared = ""
+        """Why processes do not share what ``prepare`` was to build; empty when they do, or say it by themselves."""
 
     def open(self) -> None:
         """Begin to start a server, unless there is one or nothing to preload, or the system has no way. Returns at once."""
         if self._socket is not None and self._owner != os.getpid():
             self._socket.close()  # This process is a fork, and the server is the parent's.
-            self._server, self._socket, self._is_ready = None, None, False
+            self._server, self._socket, self._is_ready, self._is_preparing = None, None, False, False
         if not self._preload or self._socket is not None or self._num_failed >= _MOST_FAILURES or not _can_adopt():
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,11 +109,53 @@ class ForkClient:
         readable = wait_readable([ours, *others], self._preloading.remaining)
         if ours in readable or not readable:
             answer = self._receive() if readable else b""
-            self._is_ready = answer == READY
+            # A server whose template cannot be shared from has not been touched by it.
+            self._is_ready = answer == READY or (self._is_preparing and bool(answer))
+            if self._is_preparing and answer not in (READY, NOT_TOLD, b""):
+                self.unprepared = answer.decode(errors="replace")
             if not self._is_ready:
-                self._fail(answer.decode(errors="replace") or "it died or hung while it imported")
+                doing = "prepared what ranks share" if self._is_preparing else "imported"
+                self._fail(answer.decode(errors="replace") or f"it died or hung while it {doing}")
+            self._is_preparing = False
             return True
         return False
+
+    def prepare(
+        self, function: str, arguments: Sequence[str], *, environment: Mapping[str, str], seconds: float
+    ) -> None:
+        """Begin to call ``module:function`` once for the processes that are started from now on, until ``release``.
+
+        They share what it leaves in memory. Returns at once; ``wait`` waits for it, and ``unprepared`` says why it came to
+        nothing: processes are then forked as before.
+
+        Args:
+            function: what is called, in a process that is forked for it.
+            arguments: of the function.
+            environment: all of it.
+            seconds: how long it may take.
+        """
+        self.unprepared = ""
+        if self._socket is None or not self._is_ready:
+            return
+        with contextlib.ExitStack() as opened:
+            text, here = os.memfd_create("shoal-fork-order"), os.open(".", os.O_PATH)
+            for descriptor in (text, here):
+                opened.callback(os.close, descriptor)
+            order = {"function": function, "arguments": list(arguments), "environment": dict(environment)}
+            os.write(text, json.dumps(order).encode())
+            try:
+                socket.send_fds(self._socket, [PREPARE], [text, here])
+            except OSError:
+                self._fail("it died")
+                return
+        self._is_ready, self._is_preparing = False, True
+        self._preloading = Deadline(seconds=seconds)
+
+    def release(self) -> None:
+        """Let go of what was prepared: the memory is then that of the processes which share it, and of nobody else."""
+        if self._socket is not None and self._is_ready:
+            with contextlib.suppress(OSError):
+                self._socket.send(RELEASE)
 
     def start(
         self,
@@ -185,7 +234,7 @@ class ForkClient:
                 self._server.wait()
         if self._socket is not None:
             self._socket.close()
-        self._server, self._socket, self._is_ready = None, None, False
+        self._server, self._socket, self._is_ready, self._is_preparing = None, None, False, False
 
     def _fail(self, problem: str) -> None:
         """There is none now. ``open`` tries again, but not for ever: what cannot be imported cannot be imported."""

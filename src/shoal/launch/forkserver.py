@@ -4,11 +4,13 @@ Importing torch takes seconds of one core, for every rank and again at every res
 here becomes the child of the server's starter (``forkclient.py``): so that one sees it die, it dies with that one, and the death
 of the server harms nobody.
 
-Forking is safe because nothing but this one thread runs here: no event loop, no tensor was computed with.
+Forking is safe because nothing but this one thread runs here: no event loop, no tensor was computed with. What is to be built
+before a fork is built in a fork of its own, the template (``template.py``), which serves in this one's place until its release.
 
     in   "fork" with descriptors: the order as JSON (``ForkClient.start``), a pipe that says when to go, the directory, and what
-         the process inherits
-    out  "ready" once, or why not; then the pid of each process, when it is the starter's child
+         the process inherits; "prepare" with the order and the directory; "release"
+    out  "ready" once, or why not; "ready" of a template, or why there is none; the pid of each process, when it is the starter's
+         child
 """
 
 import gc
@@ -22,9 +24,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shoal.comm.parentdeath import die_with_parent
-from shoal.core.errors import EXIT_NO
+from shoal.core.errors import EXIT_DONE, EXIT_NO
 from shoal.launch.child import count_threads, run_to_end, show_command_line, take_descriptors
-from shoal.launch.forkclient import READY
+from shoal.launch.forkclient import NOT_TOLD, PREPARE, READY, RELEASE
+from shoal.launch.template import CannotShareError, Printed, make_ready
 
 _MOST_BYTES = 16
 _MOST_DESCRIPTORS = 16
@@ -50,13 +53,60 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     line.send(READY)
+    _serve(line, starter)
+
+
+def _serve(line: socket.socket, starter: int, printed: Printed | None = None) -> None:
+    """Fork until nobody asks any more; a template, which has caught what was printed in it, until it is released."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(line, _MOST_BYTES, _MOST_DESCRIPTORS)
-        if not data:
+        if not data or (data == RELEASE and printed is not None):
             return
-        line.send(str(_fork(descriptors, line, starter)).encode())
+        if data == PREPARE:
+            _run_template(descriptors, line, starter)
+        elif data != RELEASE:
+            # A release comes here when the template that it was for has died.
+            line.send(str(_fork(descriptors, line, starter, printed)).encode())
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _run_template(descriptors: Sequence[int], line: socket.socket, starter: int) -> None:
+    """Let a fork of this process prepare itself and serve, and go on when it has ended."""
+    server = os.getpid()
+    template = os.fork()
+    if template == 0:
+        code = EXIT_NO
+        try:
+            code = _be_template(descriptors, line, starter, server)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(template, 0)
+    if status != 0:
+        line.send(f"the process that built it ended with {os.waitstatus_to_exitcode(status)}".encode())
+
+
+def _be_template(descriptors: Sequence[int], line: socket.socket, starter: int, server: int) -> int:
+    die_with_parent(server)
+    text, here = descriptors
+    os.fchdir(here)
+    with open(text, encoding="utf-8", closefd=False) as file:
+        file.seek(0)
+        order = json.load(file)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    try:
+        printed = make_ready(order["function"], order["arguments"])
+    except CannotShareError as reason:
+        line.send(str(reason).encode()[:_MOST_REASON] or NOT_TOLD)
+        return EXIT_DONE
+    except Exception:
+        # Each rank meets the same error by itself, and says it with everything that a rank says.
+        line.send(NOT_TOLD)
+        return EXIT_DONE
+    line.send(READY)
+    _serve(line, starter, printed)
+    return EXIT_DONE
 
 
 def _preload(names: Sequence[str]) -> None:
@@ -70,7 +120,7 @@ def _preload(names: Sequence[str]) -> None:
         )
 
 
-def _fork(descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
+def _fork(descriptors: Sequence[int], line: socket.socket, starter: int, printed: Printed | None) -> int:
     """The pid of a new process that is the starter's child by now."""
     reading, writing = os.pipe()
     # A stop request that comes before the new process can listen waits until it does (``run_to_end``), instead of ending it.
@@ -83,7 +133,7 @@ def _fork(descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
             for descriptor in (reading, writing):
                 os.close(descriptor)
             line.close()
-            _become(descriptors, starter)
+            _become(descriptors, starter, printed)
         os.write(writing, str(pid).encode())
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -95,7 +145,7 @@ def _fork(descriptors: Sequence[int], line: socket.socket, starter: int) -> int:
     return pid
 
 
-def _become(descriptors: Sequence[int], starter: int) -> NoReturn:
+def _become(descriptors: Sequence[int], starter: int, printed: Printed | None) -> NoReturn:
     os.setsid()
     text, go, here, *files = descriptors
     # The word comes when the starter knows of this process, which is its child by then. Before that it may have died, or have
@@ -110,6 +160,8 @@ def _become(descriptors: Sequence[int], starter: int) -> NoReturn:
     with open(text, encoding="utf-8") as file:
         order = json.load(file)
     take_descriptors(dict(zip((0, 1, 2, *order["descriptors"]), files, strict=True)))
+    if printed is not None:
+        printed.replay()
     os.environ.clear()
     os.environ.update(order["environment"])
     show_command_line([sys.executable, "-m", "shoal.launch.child", order["module"], *order["arguments"]])

@@ -66,6 +66,8 @@ class LaunchRequest:
     """Whose ``main`` is the worker. Ranks are then forked from one process that has imported it."""
     arguments: Sequence[str] = ()
     """Of the module."""
+    shared: Sequence[str] = ()
+    """``module:function`` and its arguments: called once, before ranks are forked, for what they share in memory."""
     num_ranks: int
     run_dir: Path
     run_id: str
@@ -242,10 +244,20 @@ class _Generation:
 
     def _start(self) -> None:
         self._client.open()
-        while not self._client.wait(self._inbox.fileno()):
-            self._take_signals()
-            if self._mode is not _Mode.RUNNING:
+        if not self._await_server():
+            return
+        if self._request.shared:
+            function, *arguments = self._request.shared
+            self._client.prepare(
+                function,
+                arguments,
+                environment=self._request.environment,
+                seconds=self._request.config.collective_deadline,
+            )
+            if not self._await_server():
                 return
+            if self._client.unprepared and self._number == 0:
+                self._display.message(f"each rank builds the model by itself: {self._client.unprepared}")
         if self._client.problem and self._number == 0:
             problem = self._client.problem
             self._display.message(f"ranks are started one by one; the process to fork them from failed: {problem}")
@@ -255,6 +267,15 @@ class _Generation:
             started.log.write([f"--- rank {rank}, generation {self._number}, pid {started.process.pid} ---".encode()])
             for fd, stream in started.streams.items():
                 self._supervisor.watch(fd, partial(self._read, fd, stream))
+        self._client.release()
+
+    def _await_server(self) -> bool:
+        """Wait until ranks can be forked, or must be started without; False when a signal asks to stop before that."""
+        while not self._client.wait(self._inbox.fileno()):
+            self._take_signals()
+            if self._mode is not _Mode.RUNNING:
+                return False
+        return True
 
     def _start_rank(self, rank: int) -> _Rank:
         command = self._request.command(rank, generation=self._number, board=self._board, store=self._store)

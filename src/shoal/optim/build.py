@@ -100,6 +100,19 @@ def initialise_state(optimizer: Optimizer) -> None:
         optimizer.state[parameter] = flat.move(parameter, state)
 
 
+@torch.no_grad()
+def reset_state(optimizer: Optimizer) -> None:
+    """Put the state of every parameter back to its beginning, in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = optimizer.state.pop(parameter, {})
+            fresh = dict(_zero_state(optimizer, group, parameter))
+            for key, value in held.items():
+                if isinstance(value, Tensor) and key in fresh:
+                    value.copy_(fresh[key])
+            optimizer.state[parameter] = held
+
+
 def _zero_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     if isinstance(optimizer, Lars | Lamb):
         return optimizer.create_state(parameter)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import mean_over_islands_
-from shoal.replicas.policy import Island, PolicyState
+from shoal.replicas.exchange import MeanChange, mean_over_islands_
+from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 OuterStep = Callable[[str, Tensor, Tensor, float], None]
 """Changes the agreed weights in place: parameter name, agreed weights, mean change, learning rate."""
@@ -34,6 +34,10 @@ class Averaging:
         if rule.kind in ("diloco", "slowmo"):
             self._momentum = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
         self._step: OuterStep = {"local": _take_mean, "diloco": self._nesterov, "slowmo": self._slow}[rule.kind]
+        self._samples = torch.zeros((), dtype=torch.int64)
+        """Since the last round."""
+        self.left_out: tuple[int, ...] = ()
+        """See ``Policy``."""
         self.is_agreed = True
         """See ``Policy``."""
 
@@ -41,18 +45,29 @@ class Averaging:
         """See ``Policy``."""
 
     @torch.no_grad()
-    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
+    def after_update(self, end: StepEnd) -> bool:
         """See ``Policy``."""
-        self.is_agreed = is_round
-        if not is_round:
+        self.is_agreed, self.left_out = end.is_round, ()
+        self._samples += end.samples
+        if not end.is_round:
             return False
         # The change takes the place of the weights, which a round replaces anyway: no third copy of the model.
-        for name, weight in self._island.weights.items():
+        changes = self._island.weights
+        for name, weight in changes.items():
             weight.copy_(self._agreed[name] - weight)
-        mean_over_islands_(list(self._island.weights.values()), self._island.channel)
-        for name, weight in self._island.weights.items():
-            self._step(name, self._agreed[name], weight, lr)
-            weight.copy_(self._agreed[name])
+        by_samples = self._config.weigh == "samples"
+        share = float(self._samples) if by_samples else 1.0
+        mean = MeanChange(
+            self._island.channel,
+            share=share if self._island.is_finite(changes.values()) else 0.0,
+            by_samples=by_samples,
+            step=end.step,
+        )
+        self.left_out = mean.finish(list(changes.values())).left_out
+        self._samples.zero_()
+        for name, change in changes.items():
+            self._step(name, self._agreed[name], change, end.lr)
+            change.copy_(self._agreed[name])
         return True
 
     def _nesterov(self, name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
@@ -77,6 +92,7 @@ class Averaging:
             self._agreed[name].copy_(weight)
         for momentum in self._momentum.values():
             momentum.zero_()
+        self._samples.zero_()
         self.is_agreed = True
 
     def loaded(self, *, after_round: bool) -> None:
@@ -91,7 +107,10 @@ class Averaging:
     def state(self) -> PolicyState:
         """See ``Policy``."""
         momentum: Mapping[str, Mapping[str, Tensor]] = {"momentum": self._momentum} if self._momentum else {}
-        return PolicyState(shared={"agreed": self._agreed, **momentum}, own={}, own_numbers={})
+        return PolicyState(shared={"agreed": self._agreed, **momentum}, own={}, own_numbers={"samples": self._samples})
+
+    def close(self) -> None:
+        """See ``Policy``."""
 
 
 def _take_mean(_name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:

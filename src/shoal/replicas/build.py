@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from shoal.core.errors import RequestError
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import Averaging
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.easgd import ElasticAveraging
 from shoal.replicas.gossip import Gossip
 from shoal.replicas.policy import Island, Policy
+from shoal.replicas.refusals import check_fragments
 from shoal.replicas.streaming import Streaming
 
 
@@ -30,11 +30,7 @@ def build_policy(island: Island, rule: SyncRule, config: ReplicaConfig, *, order
         case "easgd":
             return ElasticAveraging(island, config)
         case "stream":
-            if rule.fragments > len(order):
-                raise RequestError(
-                    f"sync={rule} cuts the model into {rule.fragments} fragments, and it has {len(order)} trained parameters; "
-                    f"use {len(order)} fragments or fewer"
-                )
+            check_fragments(rule, len(order))
             return Streaming(island, rule, config, order)
         case _:
             return Gossip(island, rule)

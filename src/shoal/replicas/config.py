@@ -22,7 +22,14 @@ class ReplicaConfig(Config):
     """Momentum of the slow step of slowmo."""
     pull: float | None = Field(default=None, gt=0, lt=1)
     """Share of the way to the center that an island of easgd goes at a round; 0.9 over the number of islands when left out."""
-    interval: Literal["fixed", "qsr"] = "fixed"
-    """How the steps between rounds of local change: never, or longer as the learning rate falls (the quadratic rule)."""
+    weigh: Literal["equal", "samples"] = "equal"
+    """What an island's change counts in the mean of local, diloco, stream and slowmo: as much as any other's, or by the samples
+    that it learnt from since the last round, which differ where the last batch of an epoch is short or steps are left out."""
+    distance: int = Field(default=0, ge=0)
+    """Every so many rounds, measure how far islands are apart, which costs one more exchange of the size of the model; 0 measures
+    at evaluations and at the end only, where the mean of the islands is there anyway."""
+    interval: Literal["fixed", "qsr", "adacomm"] = "fixed"
+    """How the steps between rounds of local change: never, longer as the learning rate falls (the quadratic rule), or shorter as
+    the validation loss falls (AdaComm, from the first evaluation on)."""
     interval_scale: float = Field(default=0.01, gt=0, allow_inf_nan=False)
     """The quadratic rule's coefficient: rounds are at least (this / learning rate) squared steps apart."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import sum_over_islands_
-from shoal.replicas.policy import Island, PolicyState
+from shoal.replicas.exchange import sum_over_islands_, tell_shares
+from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 DEFAULT_PULL = 0.9
 """Over the number of islands: what the paper calls beta."""
@@ -25,23 +25,33 @@ class ElasticAveraging:
         self._island = island
         self._pull = DEFAULT_PULL / island.count if config.pull is None else config.pull
         self._center = island.copy_weights()
+        self.left_out: tuple[int, ...] = ()
+        """See ``Policy``."""
 
     def before_update(self) -> None:
         """See ``Policy``."""
 
     @torch.no_grad()
-    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
-        """See ``Policy``."""
-        if not is_round:
+    def after_update(self, end: StepEnd) -> bool:
+        """See ``Policy``. An island that is left out is not drawn to the center, but put there."""
+        self.left_out = ()
+        if not end.is_round:
             return False
-        pulls: list[Tensor] = []
-        for name, weight in self._island.weights.items():
-            pull = (weight - self._center[name]).mul_(self._pull)
-            weight.sub_(pull)
-            pulls.append(pull)
-        sum_over_islands_(pulls, self._island.channel)
+        weights, island = self._island.weights, self._island
+        pulls = [(weight - self._center[name]).mul_(self._pull) for name, weight in weights.items()]
+        is_in = island.is_finite(pulls)
+        device = pulls[0].device if pulls else torch.device("cpu")
+        self.left_out = tell_shares(island.channel, float(is_in), step=end.step, device=device).left_out
+        for weight, pull in zip(weights.values(), pulls, strict=True):
+            if is_in:
+                weight.sub_(pull)
+            else:
+                pull.zero_()
+        sum_over_islands_(pulls, island.channel)
         for center, pull in zip(self._center.values(), pulls, strict=True):
             center.add_(pull)
+        for name, weight in weights.items() if not is_in else ():
+            weight.copy_(self._center[name])
         return True
 
     @torch.no_grad()
@@ -60,3 +70,6 @@ class ElasticAveraging:
     def state(self) -> PolicyState:
         """See ``Policy``."""
         return PolicyState(shared={"center": self._center}, own={}, own_numbers={})
+
+    def close(self) -> None:
+        """See ``Policy``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.comm.channel import Channel
 from shoal.comm.ordered import sum_in_order_
+from shoal.core.errors import RunError
 
 BUCKET_ELEMENTS = 4 * 2**20
 """Elements that are packed into one message: large enough for any link, small beside a model."""
@@ -18,7 +19,7 @@ BUCKET_ELEMENTS = 4 * 2**20
 
 def mean_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
     """Replace tensors by their mean over islands: the sum in the order of islands, divided by their number."""
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         sum_in_order_(flat, channel)
         flat.div_(channel.size)
@@ -28,14 +29,110 @@ def mean_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
 
 def sum_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
     """Replace tensors by their sum over islands, in the order of islands."""
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         sum_in_order_(flat, channel)
         for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+class Membership:
+    """Who takes part in a round and with what share: told by all islands at its start, and fixed from then on.
+
+    An island whose change is not finite tells a share of 0 and is left out, by all ranks alike.
+
+    Args:
+        shares: of each island, 0 for those that are left out.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.shares = tuple(shares)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The islands that are not in the round."""
+        return tuple(island for island, share in enumerate(self.shares) if share == 0)
+
+    @property
+    def count(self) -> int:
+        """Islands that are in it."""
+        return len(self.shares) - len(self.left_out)
+
+
+def tell_shares(channel: Channel, own: float, *, step: int, device: torch.device) -> Membership:
+    """Tell the other islands this one's share, and hear theirs.
+
+    Args:
+        channel: to the other islands.
+        own: 0 to be left out.
+        step: at whose end the round is held: its name, which must be the same everywhere.
+        device: of the weights.
+
+    Raises:
+        RunError: islands are in different rounds, or all of them would be left out.
+    """
+    told = torch.zeros(channel.size, 2, dtype=torch.float64, device=device)
+    told[channel.rank, 0], told[channel.rank, 1] = own, step + 1
+    # One term of each sum is not zero: any order gives the same.
+    channel.all_reduce_(told)
+    rows = told.tolist()
+    steps = sorted({int(row[1]) for row in rows})
+    if len(steps) > 1:
+        places = ", ".join(f"island {island} of step {int(row[1])}" for island, row in enumerate(rows))
+        raise RunError(f"islands are in different rounds: {places}; this is a bug, please report it")
+    found = Membership([row[0] for row in rows])
+    if not found.count:
+        raise RunError(
+            f"the round after step {steps[0]} has no island whose weights are finite; resume from an earlier checkpoint with a "
+            "lower optim.lr or with optim.clip"
+        )
+    return found
+
+
+class MeanChange:
+    """The mean of the islands' changes: the sum in the order of islands, by the number of those in the round, or by samples.
+
+    Args:
+        channel: to the other islands.
+        share: of this island: 0 leaves it out, and is what its weights not being finite means.
+        by_samples: shares are samples, and weigh; else they are 1.
+        step: at whose end the round is held.
+    """
+
+    def __init__(self, channel: Channel, *, share: float, by_samples: bool, step: int) -> None:
+        self._channel, self._share, self._by_samples, self._step = channel, share, by_samples, step
+        self.members = Membership([1.0] * channel.size)
+        """Who was in it; known after the first message."""
+
+    def messages(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Replace the changes by their mean, a message at a time."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.members = tell_shares(self._channel, self._share, step=self._step, device=device)
+        yield
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self._weigh_(flat)
+            sum_in_order_(flat, self._channel)
+            if not self._by_samples:
+                flat.div_(self.members.count)
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+            yield
+
+    def _weigh_(self, flat: Tensor) -> None:
+        if self._share == 0:
+            flat.zero_()
+        elif self._by_samples:
+            flat.mul_(self._share / sum(self.members.shares))
+
+    def finish(self, tensors: Sequence[Tensor]) -> Membership:
+        """All messages, here and now."""
+        for _ in self.messages(tensors):
+            pass
+        return self.members
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one type that follow each other, in messages of about ``BUCKET_ELEMENTS``."""
     bucket: list[Tensor] = []
     size = 0

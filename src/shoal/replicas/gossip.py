@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import mean_weights
 from shoal.replicas.graphs import Matrix, mixing
-from shoal.replicas.policy import Island, PolicyState
+from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 
 class Gossip:
@@ -22,6 +22,8 @@ class Gossip:
 
     is_agreed = False
     """See ``Policy``."""
+    left_out: tuple[int, ...] = ()
+    """See ``Policy``: a neighbour's weights are taken as they are."""
 
     def __init__(self, island: Island, rule: SyncRule) -> None:
         assert rule.graph is not None
@@ -38,9 +40,9 @@ class Gossip:
         self._scale(float(self._weight))
 
     @torch.no_grad()
-    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
+    def after_update(self, end: StepEnd) -> bool:
         """See ``Policy``."""
-        if is_round:
+        if end.is_round:
             matrix = mixing(
                 self._graph,
                 self._island.count,
@@ -52,7 +54,7 @@ class Gossip:
             self._rounds += 1
         is_scaled = float(self._weight) != 1.0
         self._scale(1.0 / float(self._weight))
-        return is_round or is_scaled
+        return end.is_round or is_scaled
 
     def _scale(self, factor: float) -> None:
         if factor != 1.0:
@@ -108,3 +110,6 @@ class Gossip:
     def state(self) -> PolicyState:
         """See ``Policy``."""
         return PolicyState(shared={}, own={}, own_numbers={"weight": self._weight, "rounds": self._rounds})
+
+    def close(self) -> None:
+        """See ``Policy``."""

@@ -6,10 +6,11 @@ operation rounds once per element: a fused multiply-add would round the last ele
 middle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
@@ -25,6 +26,14 @@ class Island:
     """What this rank updates, by parameter name in the order of names: live tensors without gradients."""
     seed: int
     """Of the run, for graphs that are drawn."""
+    inside: Channel | None = None
+    """The ranks of this island; None where it is one rank."""
+    background: Channel | None = None
+    """The ranks of ``channel`` once more, for exchanges that go on during steps; None where the rule has none."""
+    rank: int = 0
+    """Of this process in the run, for errors."""
+    deadline_seconds: float = 600.0
+    """That a message may take."""
 
     @property
     def number(self) -> int:
@@ -39,6 +48,30 @@ class Island:
     def copy_weights(self) -> dict[str, Tensor]:
         """The weights as they are now."""
         return {name: weight.clone() for name, weight in self.weights.items()}
+
+    def is_finite(self, tensors: Iterable[Tensor]) -> bool:
+        """True where these tensors are finite on all ranks of this island, each of which may have a part of them."""
+        # The smallest and the largest are not finite where any is not: one pass, and no tensor of flags.
+        ends = [torch.stack(torch.aminmax(tensor)) for tensor in tensors if tensor.numel()]
+        bad = bool(ends) and not bool(torch.isfinite(torch.stack([end.float() for end in ends])).all())
+        if self.inside is not None and self.inside.size > 1:
+            device = next((weight.device for weight in self.weights.values()), None)
+            bad = bool(self.inside.all_reduce_max_(torch.tensor([float(bad)], device=device)).item())
+        return not bad
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """What a policy is told after an optimizer's step."""
+
+    step: int
+    """Its number, from 0."""
+    lr: float
+    """Its rate."""
+    is_round: bool
+    """A round of the whole model is due."""
+    samples: int = 0
+    """That this island has learnt from in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +96,12 @@ class Policy(Protocol):
     def before_update(self) -> None:
         """The optimizer is about to step."""
 
-    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
-        """The optimizer has stepped; True when the policy changed the weights after it.
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Islands whose part in the round that was just held was dropped, because it was not finite."""
 
-        Args:
-            step: its number, from 0.
-            lr: the rate of the step.
-            is_round: a round of the whole model is due.
-        """
+    def after_update(self, end: StepEnd) -> bool:
+        """The optimizer has stepped; True when the policy changed the weights after it."""
 
     def restart(self) -> None:
         """The weights were replaced: by a checkpoint of another policy, or after a phase of plain all-reduce."""
@@ -82,4 +113,7 @@ class Policy(Protocol):
         """The weights that stand for all islands, as copies: what is evaluated and saved."""
 
     def state(self) -> PolicyState:
-        """What it remembers."""
+        """What it remembers; an exchange that is under way is waited for."""
+
+    def close(self) -> None:
+        """Wait for an exchange that is under way: nobody may leave while others still hear him."""

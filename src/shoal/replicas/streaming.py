@@ -4,6 +4,9 @@ Fragment p of F is the parameters number p, p + F, p + 2F, ... (strided, so that
 summed after the steps at which ``(step + 1 - p H / F) mod H`` is 0, and applied T steps later by DiLoCo's outer step; then an
 island mixes ``t = f + a (t - f)``, which keeps a share of what it did meanwhile (Douillard et al. 2025, arXiv 2501.18512,
 equations 2 and 3). With one fragment, no delay and a = 0 this is DiLoCo, bit for bit.
+
+Where there is a delay the exchange goes on beside the T steps (``flight.py``), and the step that applies it waits for what is
+left of it. A checkpoint waits too, and keeps the sum: whether a fragment was still under way changes no bit.
 """
 
 from collections.abc import Sequence
@@ -11,11 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import mean_weights
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import mean_over_islands_
-from shoal.replicas.policy import Island, PolicyState
+from shoal.replicas.exchange import MeanChange, Membership
+from shoal.replicas.flight import Flight
+from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 
 class Streaming:
@@ -31,37 +36,92 @@ class Streaming:
         self._agreed = island.copy_weights()
         self._momentum = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
         self._in_flight = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
+        self._told = torch.ones(rule.fragments, island.count, dtype=torch.float64)
+        """The share of each island in the last round of each fragment."""
+        self._samples = torch.zeros(rule.fragments, dtype=torch.int64)
+        """Since each fragment was applied."""
+        self._flights: dict[int, tuple[Flight, MeanChange]] = {}
+        """Exchanges that were started and not waited for yet, by fragment."""
+        self._arrived: dict[int, TrafficCounts] = {}
+        """What crossed for a fragment that has arrived and was not applied yet."""
+        self.left_out: tuple[int, ...] = ()
+        """See ``Policy``."""
         self.is_agreed = True
         """See ``Policy``: only where one fragment is the whole model and nothing is kept of an island's own."""
 
     def before_update(self) -> None:
-        """See ``Policy``."""
+        """See ``Policy``. Bad news of an exchange are told at the next step, not when it is applied."""
+        for flight, _ in self._flights.values():
+            flight.check()
 
     @torch.no_grad()
-    def after_update(self, step: int, *, lr: float, is_round: bool) -> bool:
+    def after_update(self, end: StepEnd) -> bool:
         """See ``Policy``. Which fragment is due follows from the step alone."""
-        self.is_agreed = False
+        self.is_agreed, self.left_out = False, ()
+        self._samples += end.samples
         changed = False
-        for fragment, names in enumerate(self._fragments):
+        for fragment in range(self._rule.fragments):
             # Counted from the fragment's first round on; a change that was never sent is never applied.
-            since = step + 1 - fragment * self._rule.period // self._rule.fragments
+            since = end.step + 1 - fragment * self._rule.period // self._rule.fragments
             if since > 0 and since % self._rule.period == 0:
-                self._send(names)
+                self._send(fragment, end.step)
             applied = since - self._rule.delay
             if applied > 0 and applied % self._rule.period == 0:
-                self._apply(names)
+                self._land(fragment)
+                self._count(fragment)
+                self._apply(fragment)
                 changed = True
                 self.is_agreed = self._agrees_at_rounds
         return changed
 
-    def _send(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._in_flight[name].copy_(self._agreed[name] - self._island.weights[name])
-        mean_over_islands_([self._in_flight[name] for name in names], self._island.channel)
+    def _send(self, fragment: int, step: int) -> None:
+        names = self._fragments[fragment]
+        changes = [self._in_flight[name] for name in names]
+        for name, change in zip(names, changes, strict=True):
+            change.copy_(self._agreed[name] - self._island.weights[name])
+        by_samples = self._config.weigh == "samples"
+        share = float(self._samples[fragment]) if by_samples else 1.0
+        channel = self._island.background or self._island.channel
+        mean = MeanChange(
+            channel,
+            share=share if self._island.is_finite(changes) else 0.0,
+            by_samples=by_samples,
+            step=step,
+        )
+        if self._island.background is None:
+            self._note(fragment, mean.finish(changes))
+            return
+        # One at a time: the delay is shorter than the time between two fragments, so the one before has been applied.
+        assert not self._flights, "a fragment is applied before the next one is sent"
+        flight = Flight(
+            lambda: mean.messages(changes),
+            channel,
+            what=f"fragment {fragment} of the round that was sent after step {step + 1}",
+            rank=self._island.rank,
+            deadline_seconds=self._island.deadline_seconds,
+        )
+        self._flights[fragment] = (flight, mean)
 
-    def _apply(self, names: Sequence[str]) -> None:
+    def _land(self, fragment: int) -> None:
+        """Wait for a fragment that is under way; nothing where none is, as after a resume."""
+        if fragment in self._flights:
+            flight, mean = self._flights.pop(fragment)
+            flight.wait()
+            self._arrived[fragment] = flight.counts
+            self._note(fragment, mean.members)
+
+    def _count(self, fragment: int) -> None:
+        """What crossed is counted in the step that applies it, whenever it came."""
+        self._island.channel.traffic.add(self._arrived.pop(fragment, {}))
+
+    def _note(self, fragment: int, members: Membership) -> None:
+        self._told[fragment] = torch.tensor(members.shares, dtype=torch.float64)
+
+    def _apply(self, fragment: int) -> None:
         share, rate, mixing = self._config.outer_momentum, self._config.outer_lr, self._config.mixing
-        for name in names:
+        self.left_out = Membership(self._told[fragment].tolist()).left_out
+        self._samples[fragment] = 0
+        for name in self._fragments[fragment]:
             agreed, momentum, change = self._agreed[name], self._momentum[name], self._in_flight[name]
             momentum.mul_(share)
             momentum.add_(change)
@@ -70,7 +130,7 @@ class Streaming:
             moved.mul_(rate)
             agreed.sub_(moved)
             weight = self._island.weights[name]
-            if mixing == 0:
+            if mixing == 0 or self._island.number in self.left_out:
                 weight.copy_(agreed)
             else:
                 weight.copy_(agreed + (weight - agreed).mul_(mixing))
@@ -78,6 +138,10 @@ class Streaming:
     @torch.no_grad()
     def restart(self) -> None:
         """See ``Policy``."""
+        self.close()
+        self._arrived.clear()
+        self._told.fill_(1.0)
+        self._samples.zero_()
         for name, weight in self._island.weights.items():
             self._agreed[name].copy_(weight)
             self._momentum[name].zero_()
@@ -98,5 +162,11 @@ class Streaming:
 
     def state(self) -> PolicyState:
         """See ``Policy``."""
+        self.close()
         shared = {"agreed": self._agreed, "momentum": self._momentum, "in_flight": self._in_flight}
-        return PolicyState(shared=shared, own={}, own_numbers={})
+        return PolicyState(shared=shared, own={}, own_numbers={"told": self._told, "samples": self._samples})
+
+    def close(self) -> None:
+        """See ``Policy``."""
+        for fragment in list(self._flights):
+            self._land(fragment)

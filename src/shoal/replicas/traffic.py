@@ -30,6 +30,9 @@ class Sizes:
     item_bytes: int
     order: Sequence[str]
     """The names of all trained parameters of the model, by which fragments are cut."""
+    islands: int
+    inside: int
+    """Ranks of an island."""
 
 
 def tells_stop(rule: SyncRule, step: int, *, is_round: bool) -> bool:
@@ -62,14 +65,17 @@ def step_traffic(
     found: TrafficCounts = {}
     everything = list(sizes.elements.values())
     if step < rule.start:
-        found = _summed(everything, sizes.item_bytes, has_order=has_order)
+        found = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
     elif rule.kind == "stream":
         for fragment in range(rule.fragments):
             since = step + 1 - fragment * rule.period // rule.fragments
             if since > 0 and since % rule.period == 0:
+                found = add_traffic(found, _looked(sizes))
+            # A fragment is counted in the step that waits for it.
+            if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
                 names = set(sizes.order[fragment :: rule.fragments])
                 part = [count for name, count in sizes.elements.items() if name in names]
-                found = add_traffic(found, _summed(part, sizes.item_bytes, has_order=has_order))
+                found = add_traffic(found, _told(sizes), summed_traffic(part, sizes.item_bytes, has_order=has_order))
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
         sent = receivers * sum(everything) * sizes.item_bytes
@@ -77,7 +83,8 @@ def step_traffic(
         numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
     elif is_round:
-        found = _summed(everything, sizes.item_bytes, has_order=has_order)
+        summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
+        found = add_traffic(_looked(sizes), _told(sizes), summed)
     if rule.seconds is not None and step >= rule.start:
         found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})
     if tells_stop(rule, step, is_round=is_round and step >= rule.start):
@@ -85,7 +92,19 @@ def step_traffic(
     return found
 
 
-def _summed(elements: Sequence[int], item_bytes: int, *, has_order: bool) -> TrafficCounts:
+def _looked(sizes: Sizes) -> TrafficCounts:
+    """The ranks of an island tell each other whether its change is finite."""
+    if sizes.inside == 1:
+        return {}
+    return {("everyone", "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)}
+
+
+def _told(sizes: Sizes) -> TrafficCounts:
+    """Islands tell each other their shares in a round, and which round it is."""
+    return {(_AXIS, "all_reduce"): Traffic(calls=1, num_bytes=2 * _NUMBER_BYTES * sizes.islands)}
+
+
+def summed_traffic(elements: Sequence[int], item_bytes: int, *, has_order: bool) -> TrafficCounts:
     """Sums over islands, in messages of as many tensors as fit."""
     calls, size = 0, 0
     for count in elements:

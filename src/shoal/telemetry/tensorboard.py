@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RequestError
-from shoal.core.events import CheckpointSaved, Evaluated, Event, Logged, MemoryMeasured, RateAdapted, StepDone
+from shoal.core.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    IslandsMeasured,
+    Logged,
+    MemoryMeasured,
+    RateAdapted,
+    RoundDone,
+    StepDone,
+)
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
@@ -61,6 +71,8 @@ def scalars(event: Event) -> dict[str, float]:
     if isinstance(event, RateAdapted):
         found = {"rate_factor": event.rate_factor, "noise_scale": event.noise_scale, "progress": event.progress}
         return {f"adapt/{name}": value for name, value in found.items() if value is not None}
+    if isinstance(event, IslandsMeasured | RoundDone) and event.distance is not None:
+        return {"islands/distance": event.distance}
     if isinstance(event, Logged):
         return {f"log/{name}": value for name, value in event.values.items()}
     if isinstance(event, MemoryMeasured):

@@ -1,6 +1,7 @@
 """From a recipe to the parts of a run. The only file that sees every section; each part gets its own and no more."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -41,23 +42,33 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 
 
-def build_parts(recipe: Recipe, *, data: Splits | None = None, loads: bool = True) -> tuple[nn.Module, Loss, Splits]:
+def build_parts(
+    recipe: Recipe, *, data: Splits | None = None, model: nn.Module | None = None, loads: bool = True
+) -> tuple[nn.Module, Loss, Splits]:
     """Model, loss and data, the same on every rank: initial weights are what one process builds under the seed.
 
     Args:
         recipe: names them.
         data: where they are built already.
+        model: where it is built already, by ``build_seeded``.
         loads: fill the model with the weights of ``model.init``; False where that is done later, by slices, or never.
     """
     data = data or build_splits(recipe.data, recipe.train.seed)
-    seed_for_build(recipe.train.seed)
-    model = build_model(recipe.model, data.spec)
-    freeze(model, recipe.optim)
+    if model is None:
+        model = build_seeded(recipe, data.spec)
     if loads and recipe.model.init is not None:
         load_module(model, Path(recipe.model.init.path), selection_of(recipe.model.init))
     loss = build_loss(recipe.model, data.spec)
     settle_loss(loss, model, data)
     return model, loss, data
+
+
+def build_seeded(recipe: Recipe, spec: DataSpec) -> nn.Module:
+    """The model that a recipe names, with its first weights, as one process builds it under the seed."""
+    seed_for_build(recipe.train.seed)
+    model = build_model(recipe.model, spec)
+    freeze(model, recipe.optim)
+    return model
 
 
 def selection_of(init: InitConfig) -> Selection:
@@ -99,9 +110,11 @@ def build_trainer(
     world: World,
     rank_status: RankStatus | None,
     stop: StopRequest | None = None,
+    take_model: Callable[[DataSpec], nn.Module | None] = lambda _: None,
 ) -> Trainer:
-    """The trainer that a recipe describes, on this rank."""
-    model, loss, data = build_parts(recipe, loads=False)
+    """The trainer that a recipe describes, on this rank; ``take_model`` gives a model that is built already."""
+    data = build_splits(recipe.data, recipe.train.seed)
+    model, loss, data = build_parts(recipe, data=data, model=take_model(data.spec), loads=False)
     trainer = Trainer(
         model,
         data,

@@ -4,11 +4,13 @@ No torch: the launcher stays small and answers signals at once while the ranks d
 """
 
 import contextlib
+import json
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from shoal.checkpoint.whole import committed_names
@@ -23,6 +25,8 @@ from shoal.trainer.claim import Claim
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
+SHARED_MODEL = "shoal.trainer.sharedmodel:build"
+"""Called once for all ranks, before they are forked."""
 RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
 """Runs a prepared request in a run directory that is its own, given the summary of an earlier start there."""
 
@@ -91,6 +95,7 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
         LaunchRequest(
             module="shoal.trainer.worker",
             arguments=[str(run_dir), *(["--resume"] if prepared.resume else [])],
+            shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads)],
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,

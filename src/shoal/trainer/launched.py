@@ -1,4 +1,4 @@
-"""A run that somebody else launched: this process is already one rank of ``torchrun``, SLURM or Kubeflow.
+"""A run that somebody else launched: this process is already one rank of torchrun, SLURM, MPI or another.
 
 The first rank checks the request and takes the run directory; the others learn its name from the store. There is no
 supervisor, so the first rank prints progress itself, and restarts are the launcher's business.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
-from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.parentdeath import end_if_forked
+from shoal.comm.world import open_store
 from shoal.core.errors import (
     EXIT_DONE,
     EXIT_NO,
@@ -62,7 +62,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RunError: this rank failed; says where, with its traceback.
     """
     place, owner = read_place(os.environ), os.getpid()
-    store, _, _ = next(iter(rendezvous("env://", timeout=_START_DEADLINE)))
+    store = open_store(place, _START_DEADLINE)
     if place.generation > 0:
         # The ranks before may have died before there was a directory.
         request = replace(request, resume=True, may_start=True)

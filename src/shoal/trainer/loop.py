@@ -289,6 +289,7 @@ class Trainer:
         limit = self.eval_config.samples if limit is None else limit
         found = self.engine.evaluate(source, split=split, batch=batch, limit=limit, step=step, metrics=self.metrics)
         self.reporter.evaluated(found.as_event(step))
+        self.reporter.rounds(self.engine.take_rounds())
         self._heed()
         return found
 
@@ -336,8 +337,7 @@ class Trainer:
             self.progress = replace(self.progress, recovery=recovery)
         done = self._advance(batch, result, lr.value, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
-        for event in self.engine.take_rounds():
-            self.reporter.event(event)
+        self.reporter.rounds(self.engine.take_rounds())
         self._after_step(done, result)
         return done
 
@@ -448,7 +448,7 @@ class Trainer:
         # Where an evaluation decides something, such as the next rate, the checkpoint must know of it. Otherwise a user who asked
         # to stop need not wait for one, and that of the last step comes after its checkpoint.
         is_idle = self.stopped_by is None and step < self.total_steps
-        decides = self.settings.optim.schedule == "plateau" or self.engine.hooks.follow_evaluations
+        decides = self.settings.optim.schedule == "plateau" or self.engine.follows_evaluations
         return is_due and (is_idle or decides)
 
     def _evaluate_validation(self) -> None:
@@ -456,6 +456,7 @@ class Trainer:
         if found is not None:
             plateau = after_evaluation(self.progress.plateau, found.loss, self.settings.optim)
             self.progress = replace(self.progress.validated(found), plateau=plateau)
+            self.engine.follow_evaluation(found.loss)
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""

@@ -17,6 +17,7 @@ from shoal.comm.global_batch import Replicas, gathering, why_not_joined
 from shoal.core.errors import RequestError, ShoalError
 from shoal.core.functions import call_own
 from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs, arguments_of, call_model
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
@@ -38,6 +39,7 @@ from shoal.optim.torchclass import check_named
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages
+from shoal.replicas.refusals import check_fragments
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.build import build_parts, build_without_memory, selection_of
 from shoal.trainer.config import Recipe
@@ -245,13 +247,23 @@ class OwnPartsHere:
         if init is not None:
             match(wanted_of(model), open_weights(Path(init.path)).shapes, selection_of(init), origin=init.path)
 
+    def check_fragments(self, recipe: Recipe, spec: DataSpec, plan: Plan) -> None:
+        """Count the parameters that are trained, of the model without memory.
+
+        Raises:
+            RequestError: there are fewer than the plan has fragments.
+        """
+        model = build_without_memory(recipe.model, spec)
+        freeze(model, recipe.optim)
+        check_fragments(SyncRule.parse(plan.sync), sum(one.requires_grad for one in model.parameters()))
+
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.
 
         Raises:
             RequestError: lists every problem, and the nearest plan that works; or says why it cannot be cut into stages.
         """
-        model, _, data = build_parts(recipe, data=self._data(recipe))
+        model, _, data = build_parts(recipe, data=self._data(recipe), loads=False)
         make_dense(model)
         analysis = analyse(model, data, recipe.parallel)
         plan.check(describe_facts(analysis, model))
@@ -278,7 +290,7 @@ class OwnPartsHere:
             RequestError: data, model and loss do not fit one another.
         """
         self._refuse_order(recipe, plan)
-        model, loss, data = build_parts(recipe, data=self._data(recipe))
+        model, loss, data = build_parts(recipe, data=self._data(recipe), loads=False)
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)
         return () if found is None else (found,)

@@ -13,11 +13,12 @@ from shoal.checkpoint.files import step_name
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
 from shoal.compression.config import has_residual
-from shoal.core.compressrule import CompressRule
+from shoal.core.compressrule import COSTLY, CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
+from shoal.core.syncrule import SyncRule
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
@@ -38,6 +39,7 @@ from shoal.engine.resolve import (
 from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.paramserver.config import rule_problems
+from shoal.replicas.refusals import replica_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
@@ -93,6 +95,9 @@ class OwnParts(Protocol):
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Refuse a resolved plan that a module cannot be laid out by; called only where nothing but building it can tell."""
+
+    def check_fragments(self, recipe: Recipe, spec: DataSpec, plan: Plan) -> None:
+        """Refuse more fragments of ``sync=stream`` than the model has parameters; called only where the plan has any."""
 
     def try_parts(self, recipe: Recipe, plan: Plan) -> tuple[str, ...]:
         """Refuse data, model and loss that do not fit one another; warnings on them. Called only where one is the user's own."""
@@ -184,8 +189,13 @@ def check_parts(
     _check_callbacks(recipe, plan, data, own=own)
     if recipe.optim.is_torch_class:
         own.check_optimizer(recipe)
-    if recipe.model.init is not None or recipe.model.lora is not None or recipe.optim.groups:
-        own.check_weights(recipe, data.spec)
+    if SyncRule.parse(plan.sync).fragments > 1:
+        own.check_fragments(recipe, data.spec, plan)
+    named = (
+        _without_init(recipe) if resume and not plan.ps and newest_whole(RunDir(run_dir).checkpoints).path else recipe
+    )
+    if named.model.init is not None or named.model.lora is not None or named.optim.groups:
+        own.check_weights(named, data.spec)
     # Before the plan is held to the module: one that cannot run has nothing that a plan could split.
     tried = try_own_parts(recipe, resolved.plan, own=own) if tries else ()
     facts = facts_of(recipe.model, data.spec)
@@ -213,9 +223,15 @@ def check_parts(
             *_warnings(recipe, setup.total_steps, count_updates(setup.plan, setup.total_steps)),
             *_server_warnings(recipe, setup.plan),
             *_idle_warnings(recipe, setup.plan),
+            *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *tried,
         ),
     )
+
+
+def _without_init(recipe: Recipe) -> Recipe:
+    """The recipe of a run that goes on: its weights are those of its checkpoint, and what it began from may be gone."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"init": None})})
 
 
 def _check_callbacks(recipe: Recipe, plan: Plan, data: DataSummary, *, own: OwnParts) -> None:
@@ -277,6 +293,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     Raises:
         RequestError: lists them with their fixes.
     """
+    plan = plan.with_islands
     check_settings(recipe.train, plan)
     check_compression(recipe.settings, plan)
     found = adapt_problems(recipe.optim, recipe.train, plan, evaluate_every=recipe.eval.every)
@@ -292,6 +309,10 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
                 weight_decay=recipe.optim.weight_decay,
             ),
         ]
+    if plan.islands > 1:
+        skips = recipe.train.nonfinite == "skip"
+        rule, every = SyncRule.parse(plan.sync), recipe.eval.every
+        found += replica_problems(recipe.replicas, rule, evaluate_every=every, leaves_out=skips)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
@@ -347,6 +368,25 @@ def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if changed and not plan.ps:
         named = ", ".join(f"paramserver.{name}" for name in changed)
         yield f"{named}: no effect, because the plan {str(plan)!r} has no parameter servers; add ps and workers, or leave it out"
+
+
+def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
+    """Codecs that cost more than they save, or will have no effect."""
+    config = recipe.compression
+    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    if plan.compress is None:
+        if changed:
+            named = ", ".join(f"compression.{name}" for name in changed)
+            yield f"{named}: no effect, because the plan {str(plan)!r} compresses nothing; add compress, such as compress=int8"
+        return
+    rule = CompressRule.parse(plan.compress)
+    if rule.start >= total_steps:
+        yield f"compress={plan.compress} begins after the {total_steps} steps: nothing is compressed"
+    if rule.kind in COSTLY and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
+        yield (
+            f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
+            f"in benchmarks/compression"
+        )
 
 
 def _warnings(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:

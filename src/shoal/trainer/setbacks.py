@@ -81,15 +81,29 @@ def trace_nonfinite(model: ParallelModel, batch: StepBatch, *, step: int, scale:
         sighting, when = _LOSS, seen.first_output
     elif seen.name:
         sighting, when = names.index(seen.name), seen.first_gradient
-    found = model.world.all_gather(torch.tensor([sighting, when], device=model.world.device))
-    told = sorted((int(when), rank, int(sighting)) for rank, (sighting, when) in enumerate(found) if sighting != _FINE)
+    found, first_rank = _gather(model, torch.tensor([sighting, when], device=model.world.device))
+    told = sorted(
+        (int(when), first_rank + place, int(sighting))
+        for place, (sighting, when) in enumerate(found)
+        if sighting != _FINE
+    )
     if not told:
         # Finite on every rank alone: the overflow happened in the sum over ranks, or in the norm over all parameters.
-        return Origin(rank=0, what="sum over replicas" if model.mesh.replicas.size > 1 else "gradient norm")
+        return Origin(rank=first_rank, what="sum over replicas" if model.mesh.replicas.size > 1 else "gradient norm")
     _, rank, place = told[0]
     if place == _LOSS:
         return Origin(rank=rank, what="loss")
     return Origin(rank=rank, what=f"weight {names[place - len(names)]}" if place >= len(names) else names[place])
+
+
+def _gather(model: ParallelModel, own: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """What every rank saw, and the rank that the first is of: of all ranks, or of this island, which came here alone."""
+    if model.islands is None:
+        return model.world.all_gather(own), 0
+    inside, size = model.mesh.everyone, own.numel()
+    whole = own.new_zeros(size * inside.size)
+    inside.all_gather(own, whole, [size] * inside.size)
+    return list(torch.split(whole, size)), model.world.rank - inside.rank
 
 
 @contextmanager
@@ -193,7 +207,12 @@ class Setbacks:
 
     def _warn(self, what: str, progress: Progress) -> None:
         if progress.skipped < _SKIPS_SAID:
-            self._reporter.warn(f"{what}; the step is skipped on all ranks")
+            islands, mesh = self._engine.islands, self._engine.mesh
+            if islands is None:
+                self._reporter.warn(f"{what}; the step is skipped on all ranks")
+            else:
+                where = f"the step is skipped on all ranks of island {islands.channel.rank}"
+                self._reporter.warn(f"{what}; {where}", speaks=mesh.everyone.rank == 0)
 
     def roll_back(self, progress: Progress, state_at: Callable[[Progress], RankState]) -> Progress:
         """Load the last good checkpoint, and go on from it with a lower rate: too many steps in a row were left out.

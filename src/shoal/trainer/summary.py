@@ -187,6 +187,8 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         lines.append(
             f"bigram entropy   {summary['baseline_loss']:.4f}  (below it, a model has learned more than pairs of tokens)"
         )
+    if summary.get("island_distance") is not None:
+        lines.append(f"islands apart    {summary['island_distance']:.4g}, the root mean square distance to their mean")
     # Where a sample is no sequence, its one item is nobody's token.
     items = "samples" if summary["tokens_per_s"] == summary.get("samples_per_s") else "tokens"
     lines += [

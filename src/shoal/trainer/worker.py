@@ -32,6 +32,7 @@ from shoal.launch.failures import report_failure
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 from shoal.telemetry.summaryfile import write_summary
+from shoal.trainer import sharedmodel
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
@@ -59,7 +60,7 @@ def run_rank(
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = read_place(environment)
-    torch.set_num_threads(recipe.train.threads or default_threads(place.world_size))
+    torch.set_num_threads(recipe.train.threads or default_threads(place.local_size or place.world_size))
     rank_status = rank_status or attach_status(environment)
     with contextlib.ExitStack() as stack:
         if rank_status is not None:
@@ -70,7 +71,14 @@ def run_rank(
             rank_status.enter("building model and data", 0)
         resume = resume or place.generation > 0
         trainer = build_trainer(
-            recipe, setup=setup, run_dir=run_dir, resume=resume, world=world, rank_status=rank_status, stop=stop
+            recipe,
+            setup=setup,
+            run_dir=run_dir,
+            resume=resume,
+            world=world,
+            rank_status=rank_status,
+            stop=stop,
+            take_model=sharedmodel.take,
         )
         stack.enter_context(trainer)
         is_profiled = run.forecast.exists() and trainer.engine.asynchronous is None
@@ -133,6 +141,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "peak_rss_bytes": peaks,
         "weights_sha256": trainer.hash_weights(),
         **({} if trainer.adapt is None else {"adapt": trainer.adapt.event(progress.step).as_dict()}),
+        **({} if trainer.engine.islands is None else {"island_distance": trainer.engine.islands.distance()}),
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }

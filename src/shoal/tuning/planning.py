@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
@@ -15,7 +15,6 @@ from shoal.core.units import divisors
 from shoal.costs.layers import ModelCosts
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
-from shoal.engine.resolve import refuse_islands
 from shoal.models.check import check_model
 from shoal.models.config import OwnModelConfig
 from shoal.optim.build import num_state_bytes
@@ -24,15 +23,19 @@ from shoal.planner.hardware.devices import EXECUTED_PRECISIONS, Cluster, check_p
 from shoal.planner.hardware.software import find_software, find_stack
 from shoal.planner.pricing.job import Job, check_batch, weight_bytes_of
 from shoal.planner.search.candidates import Limits
-from shoal.planner.search.estimate import Estimate, estimate_by_schedule
+from shoal.planner.search.estimate import Estimate, agree_estimate, estimate_by_schedule
 from shoal.planner.search.explain import explain, refuse_small, why_not
 from shoal.planner.search.per_layer import Choices, choose_splits, is_uneven
 from shoal.planner.search.search import Found, merge, search
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import OwnParts
+from shoal.tuning.agreement import agreement_of
 from shoal.tuning.planned_model import check_experts, costs_for, facts_for
+from shoal.tuning.ways_to_agree import FEW_DEVICES, Way, other_ways
 
+ALLOWED = ("lossy",)
+"""What ``--allow`` takes: plans whose replicas agree in other ways than by whole sums at every step."""
 _MANY = 1_000_000
 _MOST_SPLIT = 256
 """Devices up to which a split of each layer's own is looked for: beyond them there are too many splits for a few seconds."""
@@ -50,6 +53,8 @@ class PlanRequest:
     why_not: str | None = None
     precisions: tuple[str, ...] = ()
     """Compute types to rank together; those of ``[planner]``, else the recipe's own, when left out."""
+    allow: tuple[str, ...] = ()
+    """What else may be suggested, of ``ALLOWED``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,8 @@ class Answer:
     """A shape was planned for, in place of the recipe's module."""
     others: tuple[Estimate, ...] = ()
     """The best in each faster precision, where the user left the precision to the recipe."""
+    ways: tuple[Way, ...] = ()
+    """Policies and codecs by which replicas could agree instead: none of them equals one process."""
 
     @property
     def best(self) -> Plan:
@@ -123,6 +130,7 @@ class Answer:
             "plans": [values(one) for one in found.ranked],
             "runnable": values(found.runnable),
             "faster_precisions": [values(one) for one in self.others],
+            "other_ways": [{**way.as_dict(), "command": self.command(way.found)} for way in self.ways],
             "refused": values(found.refused),
             "why": list(self.reasons),
             "remarks": list(self.warnings),
@@ -143,6 +151,7 @@ def plan(
     why_not: str | None = None,
     precisions: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    allow: Sequence[str] = (),
 ) -> Answer:
     """Rank the plans for a recipe on a cluster that need not be here, as ``shoal plan`` does.
 
@@ -154,6 +163,7 @@ def plan(
         why_not: a plan to compare with the best.
         precisions: compute types to rank together; the recipe's own when left out.
         overrides: ``section.key=value`` for the recipe, as ``--set`` has them.
+        allow: ``lossy`` ranks all policies and codecs by which replicas could agree in place of whole sums at every step.
 
     Returns:
         The answer: ``answer.best`` is the best plan, ``answer.as_values()`` what ``--json`` writes.
@@ -169,6 +179,7 @@ def plan(
         top=top,
         why_not=why_not,
         precisions=tuple(precisions),
+        allow=tuple(allow),
     )
     return plan_for(request, own=OwnPartsHere())
 
@@ -187,6 +198,9 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     recipe = read_recipe(request.recipe, request.overrides)
     if request.top < 1:
         raise RequestError(f"--top is {request.top}; give 1 or more")
+    for word in request.allow:
+        if word not in ALLOWED:
+            raise RequestError(f"--allow {word!r} is unknown; {did_you_mean(word, ALLOWED)}")
     job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
     limits = Limits(facts=facts)
     wanted = request.precisions or tuple(recipe.planner.precisions)
@@ -208,7 +222,7 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
     asked: Estimate | None = None
     because: list[str] = []
     if request.why_not is not None:
-        asked, because = _ask(jobs[0], facts, request.why_not, found.ranked[0])
+        asked, because = _ask(recipe, jobs[0], facts, request.why_not, found.ranked[0])
     return Answer(
         request=request,
         job=job,
@@ -220,7 +234,16 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         choices=choose_splits(job) if is_uneven(job.chain) and job.cluster.num_devices <= _MOST_SPLIT else None,
         is_shape=recipe.planner.shape is not None,
         others=tuple(others),
+        ways=_ways(recipe, job, limits, found.ranked[0], request),
     )
+
+
+def _ways(recipe: Recipe, job: Job, limits: Limits, best: Estimate, request: PlanRequest) -> tuple[Way, ...]:
+    """Other ways to agree: those that are much faster, or all where the user asks; other software has its own."""
+    is_asked = "lossy" in request.allow
+    if job.stack.software.name != "shoal" or not (is_asked or job.cluster.num_devices <= FEW_DEVICES):
+        return ()
+    return other_ways(recipe, job, limits, best, top=request.top, every=is_asked)
 
 
 def _warnings(recipe: Recipe, shown: Sequence[Estimate]) -> Iterator[str]:
@@ -310,38 +333,38 @@ def _spec(recipe: Recipe, own: OwnParts) -> DataSpec:
     return data.spec
 
 
-def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
+def _ask(recipe: Recipe, job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estimate | None, list[str]]:
     """The estimate of a plan that somebody asks about; what it leaves open is taken from the best plan."""
     plan = Plan.parse(text)
     if plan.ps:
         raise RequestError(f"--why-not {text!r}: parameter servers (ps={plan.ps}) are not priced; give a plan with dp")
-    refuse_islands(plan, "the planner")
     devices = job.cluster.num_devices
     broken = replace(plan, ep=1).problems()
     if broken:
         fixes = [*broken, *_instead(job, facts, plan)]
         raise RequestError(f"--why-not {text!r} is no plan: {'; '.join(fixes)}")
     if plan.dp is None:
-        if devices % plan.ranks_per_replica:
+        inside = plan.ranks_per_replica * plan.islands
+        if devices % inside:
             (fix,) = _instead(job, facts, plan) or [f"choose tp, cp and pp whose product divides {devices}"]
-            raise RequestError(
-                f"--why-not {text!r}: {plan.ranks_per_replica} ranks a replica do not divide {devices} devices; {fix}"
-            )
-        plan = replace(plan, dp=devices // plan.ranks_per_replica)
+            raise RequestError(f"--why-not {text!r}: {inside} ranks a replica do not divide {devices} devices; {fix}")
+        plan = replace(plan, dp=devices // inside)
+    plan = plan.with_islands
     wanted = plan
     if plan.world_size != devices:
         raise RequestError(
             f"--why-not {text!r} is for {plan.world_size} devices, and the cluster has {devices}; leave dp out"
         )
-    if job.global_batch % (plan.dp or 1):
-        enough = job.global_batch + -job.global_batch % (plan.dp or 1)
+    if job.global_batch % plan.num_shares:
+        enough = job.global_batch + -job.global_batch % plan.num_shares
         fixes = [f"give --global-batch {enough}", *_instead(job, facts, plan)]
+        replicas = f"dp={plan.dp}" if plan.islands == 1 else f"islands={plan.islands} x dp={plan.dp}"
         raise RequestError(
-            f"--why-not {text!r}: dp={plan.dp} does not divide the global batch of {job.global_batch}; {', or '.join(fixes)}"
+            f"--why-not {text!r}: {replicas} does not divide the global batch of {job.global_batch}; {', or '.join(fixes)}"
         )
     if plan.microbatches is None:
         samples = max(1, job.global_batch // ((best.plan.dp or 1) * (best.plan.microbatches or 1)))
-        per_replica = job.global_batch // (plan.dp or 1)
+        per_replica = job.global_batch // plan.num_shares
         while per_replica % samples:
             samples -= 1
         plan = replace(plan, microbatches=max(1, per_replica // samples))
@@ -352,8 +375,14 @@ def _ask(job: Job, facts: ModelFacts, text: str, best: Estimate) -> tuple[Estima
     problems = replace(plan, ep=1).problems(facts)
     if problems:
         return None, [*(f"{plan}: {problem}" for problem in problems), *_instead(job, facts, wanted)]
-    found = estimate_by_schedule(job, plan)
-    return found, why_not(found, best)
+    found = estimate_by_schedule(job, replace(plan, sync="allreduce", compress=None))
+    agreement = agreement_of(
+        job, plan, compression=recipe.compression, seed=recipe.train.seed, step_seconds=found.seconds
+    )
+    if agreement is None:
+        return found, why_not(found, best)
+    found = agree_estimate(job, found, plan, agreement)
+    return found, [*why_not(found, best), f"{plan} does not equal one process: the loss changes with it"]
 
 
 def _instead(job: Job, facts: ModelFacts, asked: Plan) -> list[str]:
@@ -366,8 +395,10 @@ def _instead(job: Job, facts: ModelFacts, asked: Plan) -> list[str]:
     for axis, degree in itertools.product(("tp", "pp", "cp"), divisors(devices)):
         degrees = {"tp": asked.tp, "pp": asked.pp, "cp": asked.cp, axis: degree}
         plan = replace(asked, ep=1, dp=None, tp=degrees["tp"], pp=degrees["pp"], cp=degrees["cp"])
-        dp, rest = divmod(devices, plan.ranks_per_replica) if plan.ranks_per_replica else (1, 1)
+        inside = plan.ranks_per_replica * plan.islands
+        dp, rest = divmod(devices, inside) if inside else (1, 1)
         plan = replace(plan, dp=dp)
-        if rest == 0 and job.global_batch % (dp * (plan.microbatches or 1)) == 0 and not plan.problems(facts):
+        fits = rest == 0 and job.global_batch % (plan.num_shares * (plan.microbatches or 1)) == 0
+        if fits and not plan.problems(facts):
             found.append((abs(degree - getattr(asked, axis)), len(found), plan))
     return [f"the nearest plan that works on {devices} devices is {str(min(found)[-1])!r}"] if found else []

@@ -1,31 +1,48 @@
 """Simulations of a step: the recipe's model traced, its plan priced on the cluster, played, and described or written to files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.comm.trafficcounter import TrafficCounts, add_traffic, traffic_rows
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
+from shoal.core.syncrule import SyncRule
 from shoal.costs.layers import ModelCosts
+from shoal.planner.pricing.agreement import AgreementTimes, agree_parts, is_exact, price_agreement
 from shoal.planner.pricing.cost import StepParts, price_parts
 from shoal.planner.pricing.job import Job, count_stages
 from shoal.planner.pricing.memory import price_memory, rank_kept_bytes
 from shoal.planner.simulation.cells import RankBytes, StepBytes
-from shoal.planner.simulation.conditions import Conditions, most_steps, split_sites
+from shoal.planner.simulation.conditions import Conditions, most_steps, split_islands, split_sites
 from shoal.planner.simulation.goodput import Goodput, simulate_goodput
-from shoal.planner.simulation.local_sgd import LocalUpdates, find_link, simulate_rounds
-from shoal.planner.simulation.report import describe_goodput, describe_sites, describe_step
+from shoal.planner.simulation.local_sgd import (
+    LocalUpdates,
+    PlayedRounds,
+    Rounds,
+    find_link,
+    play_rounds,
+    simulate_rounds,
+)
+from shoal.planner.simulation.report import (
+    describe_goodput,
+    describe_islands,
+    describe_sites,
+    describe_step,
+    describe_steps,
+)
 from shoal.planner.simulation.result import SimulatedStep
 from shoal.planner.simulation.run_directory import RunNumbers, write_run
 from shoal.planner.simulation.step import schedule_for, simulate_step, step_times
 from shoal.planner.simulation.trace import MOST_LANES, draw_step, num_lanes, write_trace
 from shoal.trainer.config import RecipeLike, dump_recipe
 from shoal.trainer.own_parts import OwnPartsHere
+from shoal.tuning.agreement import agreement_of
 from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 from shoal.tuning.planning import job_on
 from shoal.tuning.simulation_request import (
@@ -51,6 +68,12 @@ class Priced:
     """Of the whole model, as sites exchange it."""
     tokens: float
     """Of one sample."""
+    agreement: AgreementTimes | None = None
+    """How replicas agree, where that is not by whole sums at every step."""
+    counted: TrafficCounts = field(default_factory=dict)
+    """What a rank moves for it in a cycle of steps, as its channels would count it."""
+    kept_bytes: float = 0.0
+    """State of a rank for it."""
 
 
 def price_asked(asked: Asked) -> Priced:
@@ -72,11 +95,32 @@ def price_asked(asked: Asked) -> Priced:
         cluster,
         global_batch=asked.global_batch // asked.num_sites,
     )
-    return Priced(
+    priced = Priced(
         parts=price_parts(job, plan),
         needed=_bytes(job, plan),
         weight_bytes=job.weight_bytes * job.chain.weights,
         tokens=job.chain.tokens,
+    )
+    return priced if is_exact(asked.plan) else _agree(asked, job, replace(asked.plan, chunks=plan.chunks), priced)
+
+
+def _agree(asked: Asked, site: Job, plan: Plan, priced: Priced) -> Priced:
+    """The same with what replicas take to agree: between islands in exchanges of their own, else inside the step."""
+    whole = replace(site, cluster=asked.cluster, global_batch=asked.global_batch)
+    alone = simulate_step(priced.parts, plan=asked.site_plan).step_seconds
+    agreement = agreement_of(
+        whole, plan, compression=asked.recipe.compression, seed=asked.recipe.train.seed, step_seconds=alone
+    )
+    assert agreement is not None, "the plan is not one that sums everything at every step"
+    times = price_agreement(whole, plan, agreement)
+    places = tuple(replace(place, other=place.other + agreement.kept_bytes) for place in priced.needed.places)
+    return replace(
+        priced,
+        parts=priced.parts if plan.islands > 1 else agree_parts(priced.parts, plan, times, alone),
+        needed=replace(priced.needed, places=places),
+        agreement=times,
+        counted=add_traffic(*agreement.cycle),
+        kept_bytes=agreement.kept_bytes,
     )
 
 
@@ -126,6 +170,8 @@ class Simulation:
     result: dict[str, Any]
     step_seconds: float
     """From one step to the next, averages between sites included."""
+    rounds: PlayedRounds | None = None
+    """Steps of all islands with their rounds."""
 
     @property
     def plan(self) -> Plan:
@@ -220,6 +266,8 @@ def run_simulation(
         played.result["wide_area"] = average_sites(
             played, conditions, period=options.local_steps, wan=options.wan, compression=options.compression
         )
+    elif asked.plan.islands > 1:
+        played.result["wide_area"] = agree_islands(played, conditions, num_steps=options.steps)
     if failing is not None:
         played.result["goodput"] = play_failures(played, failing, seed=seed)
     write_files(played, svg=svg, trace=trace, run_dir=run_dir, expand=expand, failing=failing, seed=seed)
@@ -228,7 +276,7 @@ def run_simulation(
 
 def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simulation:
     """Play steps of one site, and describe them as the result of ``shoal simulate``."""
-    own = split_sites(conditions, asked.plan, asked.num_sites)[0] if asked.num_sites > 1 else conditions
+    own = _split(conditions, asked)[0] if asked.num_sites > 1 else conditions
     priced = price_asked(asked)
     plan = asked.site_plan
     simulated = simulate_step(priced.parts, plan=plan, conditions=own, needed=priced.needed)
@@ -256,6 +304,8 @@ def play(asked: Asked, conditions: Conditions, *, num_steps: int | None) -> Simu
         "remarks": [*([] if asked.derived is None else [asked.derived]), *asked.warnings],
         "goodput": None,
         "wide_area": None,
+        "equals_one_process": is_exact(asked.plan),
+        "agreed": _describe_agreement(priced),
     }
     return Simulation(asked, priced, simulated, seconds, result, float(seconds.mean()))
 
@@ -264,6 +314,77 @@ def _fits(simulated: SimulatedStep, asked: Asked) -> bool:
     """Whether every rank has room for what it holds at its fullest."""
     peaks = [simulated.peak_bytes(place) or 0.0 for place in range(simulated.num_places)]
     return max(peaks) <= asked.cluster.device.memory_bytes
+
+
+def _split(conditions: Conditions, asked: Asked) -> tuple[Conditions, ...]:
+    """The conditions of each site, or island."""
+    if asked.plan.islands > 1:
+        return split_islands(conditions, asked.plan)
+    return split_sites(conditions, asked.plan, asked.num_sites)
+
+
+def _describe_agreement(priced: Priced) -> dict[str, Any] | None:
+    """What a rank moves and keeps so that replicas agree; None where they sum everything at every step."""
+    times = priced.agreement
+    if times is None:
+        return None
+    return {
+        "cycle_steps": len(times.sent),
+        "counted": traffic_rows(priced.counted),
+        "bytes_per_step": times.bytes_per_step,
+        "codec_seconds": times.codec_seconds,
+        "state_bytes": priced.kept_bytes,
+    }
+
+
+def agree_islands(played: Simulation, conditions: Conditions, *, num_steps: int | None) -> dict[str, Any]:
+    """Let islands agree by the plan's ``sync``; the steps of ``played`` are then as long as they are with the rounds."""
+    asked, times = played.asked, played.priced.agreement
+    assert times is not None, "islands agree somehow"
+    rule = SyncRule.parse(asked.plan.sync)
+    rounds = Rounds(
+        num_sites=asked.num_sites,
+        meets=tuple(sent > 0 for sent in times.sent),
+        exchange=times.exchange,
+        work=tuple(codec + update for codec, update in zip(times.codec, times.update, strict=True)),
+        sent=times.sent,
+        delay=times.delay,
+        told=times.told,
+    )
+    wanted = max(rounds.length, num_steps or len(played.seconds))
+    count = -(-wanted // rounds.length) * rounds.length
+    found = play_rounds(
+        _site_steps(played, conditions, count),
+        rounds,
+        period=rule.period if rule.seconds is None else rounds.length,
+        link_jitter=conditions.link_jitter,
+        seed=conditions.seed,
+    )
+    tokens, alone = played.result["tokens_per_step"], played.step_seconds
+    played.rounds, played.seconds = found, found.seconds
+    played.step_seconds = float(found.seconds.mean())
+    played.result.update(
+        step_seconds=played.step_seconds,
+        tokens_per_second=tokens / played.step_seconds,
+        steps=describe_steps(found.seconds),
+    )
+    return describe_islands(rounds, found.pace, policy=str(rule), step_seconds=alone, tokens=tokens)
+
+
+def _site_steps(played: Simulation, conditions: Conditions, count: int) -> Array:
+    """Seconds of every site's steps, by (site, step)."""
+    asked, schedule = played.asked, played.simulated.order.schedule
+    known: dict[Any, Array] = {}
+    rows = []
+    for site in _split(conditions, asked):
+        # Sites without draws of their own that are slow in the same places are alike.
+        key = site.slow if not site.varies else site
+        if key not in known:
+            known[key] = step_times(
+                played.priced.parts, schedule, plan=asked.site_plan, conditions=site, num_steps=count
+            )
+        rows.append(known[key])
+    return np.array(rows)
 
 
 def average_sites(
@@ -279,19 +400,8 @@ def average_sites(
         latency=link.latency,
         compression=compression,
     )
-    sites = split_sites(conditions, asked.plan, asked.num_sites)
-    schedule, count = played.simulated.order.schedule, max(period, len(played.seconds))
-    known: dict[Any, Array] = {}
-    rows = []
-    for site in sites:
-        # Sites without draws of their own that are slow in the same places are alike.
-        key = site.slow if not site.varies else site
-        if key not in known:
-            known[key] = step_times(
-                played.priced.parts, schedule, plan=asked.site_plan, conditions=site, num_steps=count
-            )
-        rows.append(known[key])
-    pace = simulate_rounds(np.array(rows), updates, link_jitter=conditions.link_jitter, seed=conditions.seed)
+    steps = _site_steps(played, conditions, max(period, len(played.seconds)))
+    pace = simulate_rounds(steps, updates, link_jitter=conditions.link_jitter, seed=conditions.seed)
     tokens = played.result["tokens_per_step"]
     found = describe_sites(updates, pace, step_seconds=played.step_seconds, tokens=tokens)
     played.step_seconds = 1.0 / pace.steps_per_second
@@ -355,10 +465,9 @@ def write_files(
 
 def _write_run(played: Simulation, run_dir: Path, *, expand: bool, failing: FailureOptions | None, seed: int) -> None:
     asked, seconds = played.asked, played.seconds
-    if asked.num_sites > 1:
-        raise RequestError(
-            "--run-dir writes runs whose replicas sum at every step; leave --local-steps or --run-dir out"
-        )
+    rounds = played.rounds
+    if asked.num_sites > 1 and rounds is None:
+        raise RequestError("--run-dir writes runs that plans name: write sync=local:H in the plan, or leave it out")
     goodput = None
     if failing is not None:
         # Failures fall on steps of one length: the mean of those that were played.
@@ -371,6 +480,10 @@ def _write_run(played: Simulation, run_dir: Path, *, expand: bool, failing: Fail
         checkpoint_every=0 if failing is None else asked.recipe.checkpoint.every,
         checkpoint_seconds=0.0 if failing is None else failing.checkpoint,
         memory_every=asked.recipe.telemetry.memory_every,
+        plan=asked.plan,
+        rounds={}
+        if rounds is None
+        else {int(at) + 1: float(rounds.waited[at]) for at in np.flatnonzero(rounds.has_round)},
     )
     write_run(run_dir, played.simulated, seconds, numbers=numbers, goodput=goodput, expand=expand)
     replace_text(RunDir(run_dir).recipe, dump_recipe(asked.recipe))

@@ -17,7 +17,7 @@ from shoal.core.units import divisors
 from shoal.data.check import check_data
 from shoal.data.spec import DataSpec
 from shoal.engine.config import TrainConfig
-from shoal.engine.resolve import choose_plan, refuse_islands, resolve_plan
+from shoal.engine.resolve import choose_plan, resolve_plan
 from shoal.models.check import check_model, facts_of
 from shoal.planner.hardware.clusters import read_cluster
 from shoal.planner.hardware.devices import Cluster
@@ -76,7 +76,7 @@ def share_batch(recipe: Recipe, plan: Plan, *, is_given: bool) -> tuple[Recipe, 
 
 def fitting_batch(train: TrainConfig, plan: Plan) -> int:
     """The smallest batch, from the recipe's own on, in which every replica has whole microbatches, as many as fill a pipeline."""
-    replicas = plan.degree(Axis.DATA)
+    replicas = plan.num_shares
     each = replicas * (plan.microbatches or _filling(plan)) * (train.micro_batch or 1)
     if plan.microbatches is not None and train.micro_batch is not None:
         # Both numbers are said, and their product is the share of a replica: no multiple of it would be.
@@ -86,7 +86,7 @@ def fitting_batch(train: TrainConfig, plan: Plan) -> int:
 
 def named_microbatches(train: TrainConfig, plan: Plan) -> int:
     """Those that the plan or the recipe names, before a schedule is made of them; what is derived is few."""
-    share = train.global_batch // plan.degree(Axis.DATA)
+    share = train.global_batch // plan.num_shares
     if plan.microbatches is not None:
         return min(plan.microbatches, share)
     return max(1, share // train.micro_batch) if train.micro_batch is not None else 1
@@ -101,7 +101,7 @@ def _filling(plan: Plan) -> int:
 
 
 def _sharers(train: TrainConfig, plan: Plan) -> str:
-    words = [f"{plan.degree(Axis.DATA)} replica(s)"]
+    words = [f"{plan.num_shares} replica(s)"]
     if plan.microbatches is not None:
         words.append(f"{plan.microbatches} microbatch(es)")
     if train.micro_batch is not None:
@@ -115,7 +115,7 @@ def _check_batch(batch: int, plan: Plan) -> None:
     Raises:
         RequestError: both numbers, the nearest batches, and the most devices that this batch is enough for.
     """
-    replicas = plan.degree(Axis.DATA)
+    replicas = plan.num_shares
     if batch % replicas == 0:
         return
     smaller = batch - batch % replicas
@@ -140,6 +140,7 @@ class SimulationRequest:
     num_sites: int | None = None
     """Sites that average seldom; each replica is one when ``is_local`` and this is left out."""
     is_local: bool = False
+    """Sites average by ``--local-steps``, whatever the plan's ``sync``, which must be all-reduce then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,7 @@ class Asked:
     """The devices that the plan uses."""
     spec: DataSpec
     num_sites: int
+    """Sites of ``--local-steps``, or the plan's islands."""
     warnings: tuple[str, ...]
     derived: str | None = None
     """Says that the batch is not the recipe's, where it is not."""
@@ -168,6 +170,8 @@ class Asked:
         """The plan of one site; the whole plan where there is one site."""
         if self.num_sites == 1:
             return self.plan
+        if self.plan.islands > 1:
+            return replace(self.plan, islands=1, sync="allreduce", compress=None)
         own = self.plan.degree(Axis.DATA) // self.num_sites
         return replace(self.plan, dp=own, zero=self.plan.zero if own > 1 else 0)
 
@@ -212,7 +216,7 @@ def read_simulation(request: SimulationRequest, *, own: OwnParts) -> Asked:
     warnings = [*cluster.warnings]
     if layout.plan.world_size < cluster.num_devices:
         warnings.append(f"the plan uses {layout.plan.world_size} of the cluster's {cluster.num_devices} devices")
-    if num_sites > 1 and layout.plan.zero and layout.plan.degree(Axis.DATA) == num_sites:
+    if request.is_local and layout.plan.zero and layout.plan.degree(Axis.DATA) == num_sites:
         warnings.append(f"zero={layout.plan.zero} has nothing to shard in a site with one replica, and is left out")
     return Asked(
         recipe=recipe.model_copy(update={"plan": str(layout.plan)}),
@@ -237,7 +241,6 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
         raise RequestError(
             f"plan {str(wanted)!r}: parameter servers (ps={wanted.ps}) are not simulated; give a plan with dp in their place"
         )
-    refuse_islands(wanted, "the simulator")
     num_devices = cluster.num_devices
     if wanted.dp is not None and text is not None:
         if wanted.world_size > num_devices:
@@ -246,13 +249,14 @@ def _fit_plan(recipe: Recipe, text: str | None, cluster: Cluster) -> Plan:
                 f"give a cluster of {wanted.world_size}, or lower a degree of the plan"
             )
         return _chosen(recipe, text, wanted, None)
-    per_replica = wanted.ranks_per_replica
+    per_replica = wanted.ranks_per_replica * wanted.islands
     if per_replica and num_devices % per_replica:
         fits = [size for size in (num_devices - num_devices % per_replica,) if size]
         fits.append(num_devices - num_devices % per_replica + per_replica)
         raise RequestError(
             f"plan {str(wanted)!r}: the cluster's {num_devices} devices are not a multiple of the {per_replica} that one replica "
-            f"takes; use --devices {' or '.join(map(str, fits))}, or say dp in the plan"
+            f"{'of each island ' if wanted.islands > 1 else ''}takes; use --devices {' or '.join(map(str, fits))}, or say dp in "
+            f"the plan"
         )
     if text is not None and wanted.ep > 1:
         # Said here: what is left of a plan that names nothing but ep would read as one replica.
@@ -271,7 +275,12 @@ def _sites(request: SimulationRequest, plan: Plan) -> int:
     if not request.is_local:
         if request.num_sites is not None:
             raise RequestError(f"--sites {request.num_sites} is of sites that average seldom; give --local-steps too")
-        return 1
+        return plan.islands
+    if plan.islands > 1:
+        raise RequestError(
+            f"plan {str(plan)!r} has islands that agree by sync={plan.sync}, and --local-steps is another way; leave one of "
+            f"them out"
+        )
     replicas = plan.degree(Axis.DATA)
     found = replicas if request.num_sites is None else request.num_sites
     if found < 1 or replicas % found:

@@ -82,9 +82,8 @@ class TrafficObserver(Hook):
         islands = self._trainer.engine.islands
         if islands is None:
             return {}
-        is_round = islands.rule.is_round(self._number)
-        if islands.config.interval == "qsr" and islands.rule.kind == "local":
-            is_round = islands.was_round  # By the rate, of which the rule of the plan says nothing.
+        # Where it is by the rate or the loss, the rule of the plan says nothing of it.
+        is_round = islands.rule.is_round(self._number) if islands.interval.is_fixed else islands.was_round
         return islands.forecast_traffic(self._number, is_round=is_round)
 
     def _step_shape(self, batch: StepBatch) -> StepShape:

@@ -230,7 +230,7 @@ def _sizes(
         RankPreview.build, plain, analysis=analysis, plan=plan, rank=rank, precision=trainer.engine.precision
     )
     part = None if cut is None else cut.part
-    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim))
+    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim, trainer.settings.compression))
     missing: dict[str, str] = {}
     measured = measure_state(trainer.engine)
     predicted = {what: size for what, size in predicted.items() if what in measured}

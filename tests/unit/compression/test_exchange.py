@@ -18,20 +18,6 @@ from support.thread_ranks import on_ranks
 SHAPES = {"a.weight": (70, 33), "b.bias": (50,), "c.weight": (40, 60), "d.weight": (129, 2, 9), "e.scale": ()}
 RULES = ["fp16", "bf16", "fp8", "int8", "int4", "qsgd:4", "natural", "sign", "topk:0.05", "threshold:0.5"]
 RULES += ["dgc:0.05", "randk:0.1", "powersgd:2"]
-    "fp16",
-    "bf16",
-    "fp8",
-    "int8",
-    "int4",
-    "qsgd:4",
-    "natural",
-    "sign",
-    "topk:0.05",
-    "threshold:0.5",
-    "dgc:0.05",
-    "randk:0.1",
-    "powersgd:2",
-]
 
 
 def gradient(rank: int, step: int) -> dict[str, Tensor]:

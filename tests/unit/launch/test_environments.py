@@ -13,7 +13,9 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
 
 def test_torchruns_variables() -> None:
     given = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert read_place(given) == Place(rank=3, world_size=4, local_rank=1, generation=2, is_launched=True)
+    place = read_place(given)
+    assert (place.rank, place.world_size, place.local_rank, place.generation) == (3, 4, 1, 2)
+    assert place.is_launched and place.launcher == "torchrun"
     # One rank of one has a group all the same.
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).is_launched
 
@@ -28,7 +30,9 @@ def test_threads_of_no_process_spin_while_they_wait(monkeypatch) -> None:
 
 def test_what_the_supervisor_writes_is_read() -> None:
     given = {**rank_environment(rank=2, num_ranks=3), "SHOAL_STORE": "/proc/self/fd/7"}
-    assert read_place(given) == Place(rank=2, world_size=3, local_rank=2, is_launched=True, store="/proc/self/fd/7")
+    place = read_place(given)
+    assert (place.rank, place.world_size, place.local_rank, place.local_size) == (2, 3, 2, 3)
+    assert place.store == "/proc/self/fd/7" and place.launcher == "supervisor"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Outer steps against torch's own optimizer, in one process: a second implementation beside the oracle of ``verify``."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from shoal.core.errors import RequestError
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.build import build_policy
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.policy import Island
+from shoal.replicas.intervals import Interval, adacomm_interval
+from shoal.replicas.policy import Island, StepEnd
 
 
 def alone(weights):
@@ -28,7 +31,7 @@ def run(rule, steps, config=None, dtype=torch.float64):
         policy.before_update()
         for weight in weights.values():
             weight.sub_(0.1 * torch.randn(5, generator=generator, dtype=dtype))
-        policy.after_update(step, lr=0.1, is_round=SyncRule.parse(rule).is_round(step))
+        policy.after_update(StepEnd(step=step, lr=0.1, is_round=SyncRule.parse(rule).is_round(step)))
     return weights
 
 
@@ -66,3 +69,14 @@ def test_slow_momentum_without_momentum_is_the_mean():
     slow, plain = run("slowmo:3", 6, config), run("local:3", 6, config)
     for name in slow:
         torch.testing.assert_close(slow[name], plain[name], rtol=1e-13, atol=1e-15)
+
+
+def test_rounds_come_closer_as_the_loss_falls():
+    """AdaComm: H = ceil(H_0 sqrt(F / F_0)); without a loss, or with one that is no number, H_0."""
+    assert [adacomm_interval(16, 4.0, now) for now in (4.0, 1.0, 0.9, 0.01, 9.0)] == [16, 8, 8, 1, 24]
+    assert adacomm_interval(16, math.nan, math.nan) == adacomm_interval(16, 4.0, math.inf) == 16
+    interval = Interval(SyncRule.parse("local:4"), ReplicaConfig(interval="adacomm"))
+    for loss in (math.nan, 4.0, 1.0):
+        interval.evaluated(loss)
+    assert [interval.is_due(0, lr=0.1, since=since) for since in (1, 2, 3)] == [False, True, True]
+    assert interval.numbers()["losses"].tolist() == [4.0, 1.0]

@@ -84,6 +84,8 @@ LINKS: dict[str, Link] = {
     "ethernet-100g": Link(bandwidth=12.5 * GB, latency=30e-6, source="100 Gb/s Ethernet, a port a device"),
     "ethernet-10g": Link(bandwidth=1.25 * GB, latency=50e-6, source="10 Gb/s Ethernet, a port a device"),
     "ethernet-1g": Link(bandwidth=0.125 * GB, latency=100e-6, source="1 Gb/s Ethernet"),
+    "ethernet-100m": Link(bandwidth=0.0125 * GB, latency=200e-6, source="100 Mb/s Ethernet"),
+    "wan-1g": Link(bandwidth=0.125 * GB, latency=30e-3, source="1 Gb/s between sites, 30 ms apart"),
     "wan-100m": Link(bandwidth=0.0125 * GB, latency=50e-3, source="100 Mb/s between sites, 50 ms apart"),
     "memory": Link(bandwidth=20 * GB, latency=20e-6, source="shared memory of one machine; calibrate measures it"),
 }

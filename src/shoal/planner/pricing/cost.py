@@ -87,6 +87,10 @@ class StepParts:
     """The optimizer, with clipping."""
     fixed: Seconds = 0.0
     """What a step takes whatever its size: launches, the loss, logging."""
+    codec: Seconds = 0.0
+    """Encoding and decoding of what replicas sum, where it is compressed."""
+    agree: Seconds = 0.0
+    """What islands take to agree, in the mean over steps; ``simulation/local_sgd.py`` plays it step by step."""
 
     @property
     def delay(self) -> Seconds:
@@ -101,6 +105,8 @@ class StepParts:
             + max(0.0, self.gather - self.gather_hidden)
             + self.update
             + self.fixed
+            + self.codec
+            + self.agree
         )
 
 
@@ -205,7 +211,7 @@ def price_parts(job: Job, plan: Plan, known: Known | None = None) -> StepParts:
     dp, pp = plan.dp or 1, plan.pp
     chunks = plan.chunks or 1
     microbatches = plan.microbatches or 1
-    samples = job.global_batch / (dp * microbatches)
+    samples = job.global_batch / (plan.islands * dp * microbatches)
     wires = wires_of(plan, job)
     sharing = weight_groups(plan, job.stack.software)
     cuts = cut_stages(job.chain, pp * chunks)

@@ -45,12 +45,14 @@ class Memory:
     """The process's own, before its first tensor."""
     versions: float = 0.0
     """Stashed weights of asynchronous schedules. What a bidirectional one holds twice is trained twice: it is in every part."""
+    agreement: float = 0.0
+    """What islands agreed on last, outer momentum, what is in flight; residuals of compression."""
 
     @property
     def allocated(self) -> float:
         """All of the above."""
         parts = (self.weights, self.gradients, self.optimizer, self.activations, self.working, self.versions)
-        return sum(parts)
+        return sum(parts) + self.agreement
 
     @property
     def reserve(self) -> float:
@@ -135,8 +137,10 @@ def _rank(job: Job, plan: Plan, counted: Mapping[int, int], held: float, copies:
     shards = (dense / sharing.dense_shards + routed / sharing.expert_shards) if plan.zero else dense + routed
     whole = dense + routed
     # A pipeline has gradients whole until its last cell, whatever becomes of them then.
-    keeps_whole = plan.pp > 1 or (software.reduces_once and (plan.microbatches or 1) > 1)
-    samples = job.global_batch / (dp * (plan.microbatches or 1))
+    # So has a compressed sum, which comes once, after the last backward pass.
+    is_summed_once = plan.compress is not None and plan.islands == 1
+    keeps_whole = plan.pp > 1 or is_summed_once or (software.reduces_once and (plan.microbatches or 1) > 1)
+    samples = job.global_batch / (plan.islands * dp * (plan.microbatches or 1))
     kept = [rank_kept_bytes(layer, job, plan, plan.recompute) * samples for layer, _ in layers]
     activations = held * sum(each * count for each, (_, count) in zip(kept, layers, strict=True))
     return Memory(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from shoal.core.pipelines import DEFAULT_SCHEDULE
 from shoal.core.plan import EXECUTED, Plan
 from shoal.planner.hardware.devices import EXECUTED_PRECISIONS
+from shoal.planner.pricing.agreement import Agreement, AgreementTimes, agree_parts, is_exact, price_agreement
 from shoal.planner.pricing.closed_form import pipeline_seconds, stages_with_transfers
 from shoal.planner.pricing.cost import Known, StepParts, price_parts
 from shoal.planner.pricing.job import Job, count_ranks, ranks_of_stages, sum_by_rank
@@ -42,6 +43,21 @@ class Estimate:
     """Model FLOPs over the peak of all devices: what is recomputed does not count (MFU)."""
     by_schedule: bool = False
     """True where the schedule itself was worked through."""
+    agreement: AgreementTimes | None = None
+    """How replicas agree, where that is not by a dense sum at every step; ``seconds`` are then the mean over a cycle."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan computes what one process computes."""
+        return is_exact(self.plan)
+
+    @property
+    def longest_seconds(self) -> float:
+        """Of the longest step."""
+        if self.agreement is None or self.plan.islands == 1:
+            return self.seconds
+        alone = self.seconds - self.parts.agree
+        return alone + max(self.agreement.exposed(alone))
 
     @property
     def fits(self) -> bool:
@@ -77,6 +93,8 @@ class Estimate:
         along_data = max(0.0, parts.reduce - parts.reduce_hidden) + max(0.0, parts.gather - parts.gather_hidden)
         if along_data > 0:
             shares["dp"] = along_data / self.seconds
+        if parts.agree > 0:
+            shares["islands"] = parts.agree / self.seconds
         if parts.delay > 0:
             without = pipeline_seconds(replace(parts, transfer=0.0), self.plan)
             shares["pp"] = (pipeline_seconds(parts, self.plan) - without) / self.seconds
@@ -99,6 +117,10 @@ class Estimate:
             "headroom_bytes": self.headroom,
             "fits": self.fits,
             "by_schedule": self.by_schedule,
+            "equals_one_process": self.is_exact,
+            "longest_seconds": self.longest_seconds,
+            "codec_seconds": 0.0 if self.agreement is None else self.agreement.codec_seconds,
+            "agreed_bytes_per_step": None if self.agreement is None else self.agreement.bytes_per_step,
         }
 
 
@@ -124,7 +146,14 @@ def memory_of(job: Job, plan: Plan, *, every_place: bool = False) -> tuple[Memor
     return price_memory(job, plan, ranks=None if every_place else _unlike(job, plan))
 
 
-def estimate(job: Job, plan: Plan, known: Known | None = None, *, places: tuple[Memory, ...] | None = None) -> Estimate:
+def estimate(
+    job: Job,
+    plan: Plan,
+    known: Known | None = None,
+    *,
+    places: tuple[Memory, ...] | None = None,
+    agreement: Agreement | None = None,
+) -> Estimate:
     """Time and memory by closed forms: some ten thousand plans in a second.
 
     Args:
@@ -132,10 +161,12 @@ def estimate(job: Job, plan: Plan, known: Known | None = None, *, places: tuple[
         plan: how.
         known: times of layers from earlier calls for the same job.
         places: its memory (``memory_of``), where that is known.
+        agreement: how replicas agree, where that is not by a dense sum at every step.
     """
     parts = price_parts(job, plan, known)
+    memory = memory_of(job, plan) if places is None else places
     seconds = pipeline_seconds(parts, plan) + parts.after_pipeline
-    return _made(job, plan, parts, seconds, memory_of(job, plan) if places is None else places, by_schedule=False)
+    return _made(job, plan, parts, seconds, memory, agreement, by_schedule=False)
 
 
 def _unlike(job: Job, plan: Plan) -> list[int]:
@@ -144,18 +175,30 @@ def _unlike(job: Job, plan: Plan) -> list[int]:
     return [rank for rank, own in enumerate(layers) if layers.index(own) == rank]
 
 
-def estimate_by_schedule(job: Job, plan: Plan) -> Estimate:
+def estimate_by_schedule(job: Job, plan: Plan, agreement: Agreement | None = None) -> Estimate:
     """The same with the pipeline's time, and its activations in flight, from the schedule that would run.
 
     Raises:
         RequestError: the schedule cannot be had in this size.
     """
     if plan.pp == 1 or plan.pp * (plan.chunks or 1) * (plan.microbatches or 1) > _MOST_CELLS:
-        return estimate(job, plan, places=memory_of(job, plan, every_place=True))
+        return estimate(job, plan, places=memory_of(job, plan, every_place=True), agreement=agreement)
     parts = price_parts(job, plan)
     schedule, held = _schedule_of(plan)
     seconds = simulate_step(parts, schedule, plan=plan).step_seconds
-    return _made(job, plan, parts, seconds, price_memory(job, plan, held), by_schedule=True)
+    return _made(job, plan, parts, seconds, price_memory(job, plan, held), agreement, by_schedule=True)
+
+
+def agree_estimate(job: Job, base: Estimate, plan: Plan, agreement: Agreement | None) -> Estimate:
+    """The estimate of a plan that differs from a priced one only in how its replicas agree.
+
+    Args:
+        job: what is trained, and on what.
+        base: of the same plan with whole sums, or of the same islands that never agree.
+        plan: with its ``sync`` and ``compress``.
+        agreement: what these take.
+    """
+    return _made(job, plan, base.parts, base.seconds, base.places, agreement, by_schedule=base.by_schedule)
 
 
 def _schedule_of(plan: Plan) -> tuple[Schedule, Sequence[float]]:
@@ -175,8 +218,23 @@ _shared_schedule = lru_cache(maxsize=32)(_new_schedule)
 
 
 def _made(
-    job: Job, plan: Plan, parts: StepParts, seconds: float, memory: tuple[Memory, ...], *, by_schedule: bool
+    job: Job,
+    plan: Plan,
+    parts: StepParts,
+    seconds: float,
+    memory: tuple[Memory, ...],
+    agreement: Agreement | None,
+    *,
+    by_schedule: bool,
 ) -> Estimate:
+    """An estimate of a plan whose step takes so long without its own way to agree."""
+    times = None
+    if agreement is not None:
+        times = price_agreement(job, plan, agreement)
+        agreed = agree_parts(parts, plan, times, seconds)
+        seconds += agreed.after_pipeline - parts.after_pipeline
+        parts = agreed
+        memory = tuple(replace(place, agreement=agreement.kept_bytes) for place in memory)
     tokens = job.global_batch * job.chain.tokens
     flops = 3.0 * job.chain.forward_flops * job.global_batch
     peak = job.cluster.device.flops(job.precision) * plan.world_size
@@ -192,6 +250,7 @@ def _made(
         tokens_per_second=tokens / seconds,
         utilisation=flops / (peak * seconds),
         by_schedule=by_schedule,
+        agreement=times,
     )
 
 

@@ -26,9 +26,11 @@ def time_parts(found: Estimate) -> Mapping[str, float]:
     inside = {axis: share * found.seconds for axis, share in exposed.items() if axis in axes}
     bubble = found.bubble * (found.seconds - parts.after_pipeline)
     after = {
-        "dp": exposed.get("dp", 0.0) * found.seconds,
+        "dp communication": exposed.get("dp", 0.0) * found.seconds,
         "update": parts.update,
         "fixed": parts.fixed,
+        **({"codec": parts.codec} if parts.codec else {}),
+        **({"agreement of islands": parts.agree} if parts.agree else {}),
     }
     compute = found.seconds - bubble - sum(inside.values()) - sum(after.values())
     named = {
@@ -36,7 +38,7 @@ def time_parts(found: Estimate) -> Mapping[str, float]:
         "pipeline bubble": bubble,
         **{f"{axis} communication": s for axis, s in inside.items()},
     }
-    return {**named, "dp communication": after["dp"], "update": after["update"], "fixed": after["fixed"]}
+    return {**named, **after}
 
 
 def explain(ranked: Sequence[Estimate]) -> list[str]:
@@ -83,6 +85,7 @@ def _largest(found: Estimate) -> str:
         "weights": "more tp, pp or zero=3 would share them out",
         "working": "smaller microbatches would lower it",
         "versions": "a schedule with one copy of the weights would lower it",
+        "agreement": "zero inside islands would share it out, and sync=local or gossip keep less",
     }[name]
     return f"the largest part is {name} with {parts[name] / GIB:.1f} GiB; {cure}"
 

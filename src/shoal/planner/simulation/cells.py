@@ -19,6 +19,7 @@ from shoal.schedules.player import Order, activation_changes, play
 from shoal.schedules.schedule import Kind, Schedule, frees_activations
 
 COMPUTE, UPDATE, REDUCE, GATHER, TRANSFER, FIXED = "compute", "update", "dp", "zero", "pp", "fixed"
+CODEC = "codec"
 """What a step's time goes to, beside the axes of ``StageTimes.exposed``."""
 
 

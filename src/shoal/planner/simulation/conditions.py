@@ -52,7 +52,7 @@ def parse_slow(text: str) -> Slow:
         RequestError: the text is something else.
     """
     found = _SLOW.fullmatch(text.strip())
-    axes = [axis.value for axis in GRID]
+    axes = [axis.value for axis in (*GRID, Axis.ISLAND)]
     try:
         if found is None or (found["axis"] and found["axis"] not in axes):
             raise ValueError
@@ -213,6 +213,28 @@ def split_sites(conditions: Conditions, plan: Plan, num_sites: int) -> tuple[Con
     return tuple(
         replace(conditions, slow=tuple(site), seed=derive_key("site", conditions.seed, number))
         for number, site in enumerate(found)
+    )
+
+
+def split_islands(conditions: Conditions, plan: Plan) -> tuple[Conditions, ...]:
+    """The conditions of each island of a plan: islands are the outermost axis, so their ranks follow each other.
+
+    What is slow is renumbered as in the plan of one island; every island draws its own slow-downs.
+    """
+    check_conditions(conditions, plan)
+    inside = plan.world_size // plan.islands
+    found: list[list[Slow]] = [[] for _ in range(plan.islands)]
+    for slow in conditions.slow:
+        if slow.axis is None:
+            found[slow.index // inside].append(replace(slow, index=slow.index % inside))
+        elif slow.axis is Axis.ISLAND:
+            found[slow.index].append(replace(slow, index=0))
+        else:
+            for island in found:
+                island.append(slow)
+    return tuple(
+        replace(conditions, slow=tuple(island), seed=derive_key("site", conditions.seed, number))
+        for number, island in enumerate(found)
     )
 
 

@@ -15,7 +15,7 @@ from shoal.planner.simulation.goodput import (
     expected_loss,
     young_interval,
 )
-from shoal.planner.simulation.local_sgd import LocalUpdates, Pace, pace_of, periods_around, sweep
+from shoal.planner.simulation.local_sgd import LocalUpdates, Pace, Rounds, pace_of, periods_around, sweep
 from shoal.planner.simulation.result import Segment, SimulatedStep
 
 
@@ -158,5 +158,39 @@ def describe_sites(updates: LocalUpdates, played: Pace, *, step_seconds: float, 
         "tokens_per_second": tokens * played.steps_per_second,
         "steady": asdict(pace_of(step_seconds, updates)),
         "by_period": [asdict(pace) for pace in sweep(step_seconds, updates, periods_around(updates.period))],
+        **asdict(played),
+    }
+
+
+def describe_islands(
+    rounds: Rounds, played: Pace, *, policy: str, step_seconds: float, tokens: float
+) -> dict[str, Any]:
+    """Islands that agree by a policy: as played, and, where a round is of the whole model, with other periods.
+
+    Those are for islands that are alike and steady; what islands tell each other between rounds is left out of them.
+    """
+    largest = max(range(rounds.length), key=lambda at: rounds.sent[at])
+    takes = rounds.exchange[largest] + rounds.work[largest] + (rounds.told[largest] if rounds.told else 0.0)
+    by_period = []
+    if not rounds.delay and rounds.sent.count(rounds.sent[largest]) * played.period <= rounds.length:
+        for period in periods_around(played.period):
+            whole = period * step_seconds + takes
+            pace = Pace(
+                period=period,
+                steps_per_second=period / whole,
+                communication=takes / whole,
+                bytes_per_step=rounds.sent[largest] / period,
+                longest_seconds=step_seconds + takes,
+            )
+            by_period.append(asdict(pace))
+    return {
+        "sites": rounds.num_sites,
+        "policy": policy,
+        "island_step_seconds": step_seconds,
+        "sync_seconds": takes,
+        "bytes_per_sync": rounds.sent[largest],
+        "delay_steps": rounds.delay,
+        "tokens_per_second": tokens * played.steps_per_second,
+        "by_period": by_period,
         **asdict(played),
     }

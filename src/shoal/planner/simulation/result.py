@@ -16,6 +16,7 @@ import numpy as np
 from shoal.core.plan import Plan
 from shoal.planner.pricing.cost import StepParts
 from shoal.planner.simulation.cells import (
+    CODEC,
     COMPUTE,
     FIXED,
     GATHER,
@@ -79,7 +80,9 @@ def play_step_ends(
     ready = begin + last.max(axis=1)
     sums = parts.reduce * slowest
     exposed = _left_over(sums, parts.reduce_hidden, compute)
-    summed = ready + exposed
+    # Encoding comes before a compressed sum and decoding after it; both are the device's work, and told as one.
+    coded = ready + parts.codec * compute.max(axis=1)
+    summed = coded + exposed
     place = int(summed.argmax())
     group = int(last[place].argmax())
     all_summed = float(summed[place])
@@ -94,7 +97,8 @@ def play_step_ends(
         end=end,
         decides=(place, group),
         pieces=(
-            (REDUCE, "reduce", float(ready[place]), all_summed),
+            (CODEC, "codec", float(ready[place]), float(coded[place])),
+            (REDUCE, "reduce", float(coded[place]), all_summed),
             (UPDATE, "update", all_summed, done),
             (GATHER, "gather", done, until),
             (FIXED, "fixed", until, end),
@@ -254,7 +258,9 @@ class SimulatedStep:
     @property
     def exposed(self) -> dict[str, float]:
         """Seconds of communication on the critical path, by axis; ``zero`` are the gathers of sharded weights."""
-        return {what: seconds for what, seconds in self.breakdown.items() if what not in (COMPUTE, UPDATE, FIXED)}
+        return {
+            what: seconds for what, seconds in self.breakdown.items() if what not in (COMPUTE, UPDATE, FIXED, CODEC)
+        }
 
     def pieces(self, number: int, group: int, start: float, end: float) -> list[Segment]:
         """A cell's time by what it goes to, one after another: what nothing hides of its communication comes last."""

@@ -7,12 +7,22 @@ for.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.core.errors import RequestError, RunError
-from shoal.core.events import CheckpointSaved, Event, MemoryMeasured, RankFailed, RunEnded, RunStarted, StepDone
+from shoal.core.events import (
+    CheckpointSaved,
+    Event,
+    MemoryMeasured,
+    RankFailed,
+    RoundDone,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
+from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir, replace_text
 from shoal.planner.simulation.conditions import Array, place_of
 from shoal.planner.simulation.goodput import Goodput
@@ -37,6 +47,10 @@ class RunNumbers:
     checkpoint_seconds: float = 0.0
     memory_every: int = 0
     """Steps between readings of memory, beside the one at the end; 0 for none."""
+    plan: Plan | None = None
+    """Of the whole run, where the simulated step is one island's; None: the step's."""
+    rounds: Mapping[int, float] = field(default_factory=dict)
+    """Rounds of islands: seconds, by the steps that were done when they were held."""
 
 
 def write_run(
@@ -84,7 +98,8 @@ def write_run(
         if failed:
             lines = (encode_event(event, rank=None, wall_time=at) for at, event in failed)
             run_dir.supervisor_events.write_bytes(b"".join(lines))
-        plan = {"plan": str(simulated.plan), **simulated.plan.as_dict()}
+        whole = numbers.plan or simulated.plan
+        plan = {"plan": str(whole), **whole.as_dict()}
         replace_text(run_dir.plan, json.dumps(plan, indent=2) + "\n")
         replace_text(run_dir.summary, json.dumps(_summary(simulated, events, len(seconds), numbers), indent=2) + "\n")
     except OSError as error:
@@ -106,11 +121,13 @@ def _run_events(
     simulated: SimulatedStep, seconds: Array, *, numbers: RunNumbers, goodput: Goodput | None, run_dir: RunDir
 ) -> Iterator[Timed]:
     """What happens to a rank, in order."""
+    plan = numbers.plan or simulated.plan
+    number_of = {at: number for number, at in enumerate(sorted(numbers.rounds))}
     now, attempts = 0.0, _attempts(goodput, len(seconds))
     every = numbers.checkpoint_every if goodput is None else goodput.interval_steps
     for generation, (start, first, done, end) in enumerate(attempts):
         now = start
-        yield now, _started(simulated, first, generation)
+        yield now, _started(plan, first, generation)
         at = first
         while at < len(seconds):
             taken = float(seconds[at])
@@ -118,6 +135,10 @@ def _run_events(
             if end is not None and at >= done and (now + taken > end or at >= done + every):
                 break
             now, at = now + taken, at + 1
+            if at in numbers.rounds:
+                # As in a run, whose steps end with their rounds.
+                took = numbers.rounds[at]
+                yield now, RoundDone(step=at, round=number_of[at], policy=plan.sync, islands=plan.islands, seconds=took)
             yield now, _stepped(at, taken, numbers)
             if every and at <= done and (at % every == 0 or at == len(seconds)):
                 now += numbers.checkpoint_seconds
@@ -151,8 +172,7 @@ def _failures(goodput: Goodput) -> Iterator[Timed]:
             )
 
 
-def _started(simulated: SimulatedStep, step: int, generation: int) -> RunStarted:
-    plan = simulated.plan
+def _started(plan: Plan, step: int, generation: int) -> RunStarted:
     # Nobody runs: 0 is no process's id.
     return RunStarted(plan=str(plan), world_size=plan.world_size, step=step, generation=generation, pid=0)
 
@@ -219,9 +239,10 @@ def _summary(
     simulated: SimulatedStep, events: Sequence[Timed], num_steps: int, numbers: RunNumbers
 ) -> dict[str, object]:
     wall = events[-1][0]
-    plan = simulated.plan
+    plan, inside = numbers.plan or simulated.plan, simulated.plan.world_size
     peaks = [simulated.peak_bytes(place) for place in range(simulated.num_places)]
-    by_rank = [peaks[place_of(plan, rank)[0]] for rank in range(plan.world_size)]
+    # Islands are the outermost axis: their ranks follow each other.
+    by_rank = [peaks[place_of(simulated.plan, rank % inside)[0]] for rank in range(plan.world_size)]
     return {
         "simulated": True,
         "status": "completed",

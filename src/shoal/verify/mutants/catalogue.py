@@ -13,7 +13,7 @@ from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
 from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
-from shoal.verify.mutants import island_bugs, rate_bugs, server_bugs
+from shoal.verify.mutants import compression_bugs, island_bugs, rate_bugs, server_bugs
 from shoal.verify.mutants import planted_bugs as bugs
 from shoal.verify.mutants.planted_bugs import PlantedBug
 
@@ -349,6 +349,17 @@ _ALL: Sequence[Mutant] = (
         "fragment applied one step late", "dp=2 sync=stream:4,2,1", "weight", island_bugs.apply_late, overrides=_LONGER
     ),
     Mutant(
+        "fragment applied before it has arrived",
+        "dp=2 sync=stream:4,2,1",
+        "weight",
+        island_bugs.apply_unarrived,
+        overrides=_LONGER,
+        reported="torchft, a round that commits although a sum in flight failed",
+    ),
+    Mutant(
+        "outer momentum averaged twice", "dp=2 sync=diloco:3", "weight", island_bugs.average_twice, overrides=_LONGER
+    ),
+    Mutant(
         "push-sum weight forgotten",
         "dp=3 sync=pushsum:random",
         "weight",
@@ -365,6 +376,64 @@ _ALL: Sequence[Mutant] = (
         island_bugs.count_all_samples,
         overrides=_LONGER,
     ),
+    Mutant("error memory never kept", "dp=2 compress=int4", "optimizer", compression_bugs.forget_memory("residual")),
+    Mutant("error memory not cleared", "dp=2 compress=topk:0.05", "optimizer", compression_bugs.add_to_memory),
+    Mutant(
+        "error memory of another shard",
+        "dp=2 zero=1 compress=int4",
+        "grad",
+        compression_bugs.use_memory_of_other_shard,
+    ),
+    Mutant("sign of a zero is minus", "dp=2 compress=sign", "grad", compression_bugs.take_zero_for_negative),
+    Mutant("scale of another block", "dp=2 compress=int8", "grad", compression_bugs.use_scale_of_other_block),
+    Mutant(
+        "compressed before the first step that is to be",
+        "dp=2 compress=int8@2",
+        "grad",
+        compression_bugs.ignore_warm_up,
+    ),
+    Mutant("compression applied to a norm", "dp=2 compress=int4", "grad", compression_bugs.compress_norms),
+    Mutant(
+        "error memory of the sum forgotten",
+        "dp=2 compress=int4",
+        "optimizer",
+        compression_bugs.forget_memory("sum_residual"),
+    ),
+    Mutant(
+        "requantised with the wrong key",
+        "dp=2 compress=int8",
+        "grad",
+        compression_bugs.round_back_by_other_key,
+        overrides=("compression.round=keyed",),
+    ),
+    Mutant(
+        "sum kept exact by the rank that adds it up",
+        "dp=2 compress=int8",
+        "grad",
+        compression_bugs.keep_exact_own_slice,
+    ),
+    Mutant(
+        "compressed gradients added in the order of arrival",
+        "dp=3 compress=fp8",
+        "grad",
+        compression_bugs.add_in_other_order,
+        overrides=("train.global_batch=12",),
+    ),
+    Mutant(
+        "PowerSGD without a warm start",
+        "dp=2 compress=powersgd:2",
+        "optimizer",
+        compression_bugs.forget_memory("right"),
+        reported="GRACE, PowerSGDMemory",
+    ),
+    Mutant(
+        "error memory of PowerSGD without the sum",
+        "dp=2 compress=powersgd:2",
+        "optimizer",
+        compression_bugs.take_sum_from_memory,
+    ),
+    Mutant("places of another tensor", "dp=2 compress=topk:0.05", "grad", compression_bugs.send_places_of_other_tensor),
+    Mutant("momentum of DGC not masked", "dp=2 compress=dgc:0.02", "optimizer", compression_bugs.keep_sent_momentum),
     Mutant(
         "gradient noise of own microbatches only",
         "dp=2 microbatches=2",

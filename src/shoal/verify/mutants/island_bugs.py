@@ -1,28 +1,28 @@
 """Bugs of replica policies that people met, or nearly met, in systems that have them, planted as those of ``planted_bugs.py``
 are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from shoal.comm.channel import Channel
 from shoal.data import parts
-from shoal.replicas import averaging, gossip, policy, streaming
+from shoal.replicas import averaging, exchange, gossip, policy, streaming
 from shoal.verify.mutants.planted_bugs import Honest, replaces
 
 
-@replaces(averaging, "mean_over_islands_")
-def sum_changes(honest: Honest, tensors: Sequence[Tensor], channel: Channel) -> None:
+@replaces(exchange.MeanChange, "messages")
+def sum_changes(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
     """The sum of the islands' changes where their mean is due."""
-    honest(tensors, channel)
+    yield from honest(self, tensors)
     for tensor in tensors:
-        tensor.mul_(channel.size)
+        tensor.mul_(self._channel.size)
 
 
-@replaces(averaging, "mean_over_islands_")
-def leave_out_last(honest: Honest, tensors: Sequence[Tensor], channel: Channel) -> None:
+@replaces(exchange.MeanChange, "messages")
+def leave_out_last(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
     """The last bucket is never exchanged, as torchft's bucketed path once did."""
-    honest(tensors[:-1], channel)
+    yield from honest(self, tensors[:-1])
 
 
 @replaces(averaging.Averaging, "_nesterov")
@@ -50,10 +50,25 @@ def keep_alias(honest: Honest, self: policy.Island) -> dict[str, Tensor]:
 
 
 @replaces(streaming.Streaming, "after_update")
-def apply_late(honest: Honest, self: streaming.Streaming, step: int, *, lr: float, is_round: bool) -> bool:
+def apply_late(honest: Honest, self: streaming.Streaming, end: policy.StepEnd) -> bool:
     """Every fragment is sent and applied one step late."""
-    changed: bool = honest(self, step - 1, lr=lr, is_round=is_round)
+    changed: bool = honest(self, replace(end, step=end.step - 1))
     return changed
+
+
+@replaces(exchange.MeanChange, "messages")
+def apply_unarrived(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A fragment is applied before it has arrived: what is found in its place is still this island's own change."""
+    yield from honest(self, [tensor.clone() for tensor in tensors])
+
+
+@replaces(averaging.Averaging, "_nesterov")
+def average_twice(
+    honest: Honest, self: averaging.Averaging, name: str, agreed: Tensor, change: Tensor, lr: float
+) -> None:
+    """The outer momentum is averaged over islands although all have the same: their number is divided out of it once more."""
+    self._momentum[name].div_(self._island.count)
+    honest(self, name, agreed, change, lr)
 
 
 @replaces(gossip.Gossip, "_scale")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shoal.comm.world import World
 from shoal.engine.callbacks import adapt
 from shoal.engine.config import TrainConfig
-from shoal.optim.adapt import HyperState
+from shoal.optim.adapt import HyperState, mean_square
 from shoal.optim.config import OptimConfig
 from shoal.trainer import loop, steprate
 from shoal.verify.mutants.planted_bugs import Honest, Swap, replaces
@@ -13,13 +13,12 @@ from shoal.verify.mutants.planted_bugs import Honest, Swap, replaces
 
 def measure_own_gradients(world: World) -> list[Swap]:
     """The noise is that of this rank's own microbatches: the other replicas' are not looked at."""
-    honest = vars(adapt)["mean_square"]
+    honest = mean_square
 
     def measure(squares: Sequence[float], weights: Sequence[float]) -> tuple[float, int]:
         each = len(squares) // world.size
         own = slice(world.rank * each, (world.rank + 1) * each)
-        found: tuple[float, int] = honest(squares[own], weights[own])
-        return found
+        return honest(squares[own], weights[own])
 
     return [Swap(adapt, "mean_square", measure)]
 

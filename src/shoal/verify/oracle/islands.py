@@ -69,8 +69,10 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
         for one, own, norm in zip(islands, gradients, norms, strict=True):
             set_rate(one.optimizer, lr)
             _update(one, own, norm)
-        if agreement.after_update(step, lr):
+        if agreement.after_update(step, lr, [len(share) for share in _shares(ids, tree)]):
             _average_statistics(islands)
+        for number in agreement.left_out:
+            islands[number].optimizer.state.clear()
         for number, one in enumerate(islands):
             captured[number] |= model_tensors(one.named, one.optimizer, saved_buffers(one.model))
             captured[number] |= agreement.memory(number)
@@ -167,6 +169,12 @@ class Agreement:
         self.agreed = {name: self.islands[0][name].clone() for name in self.names}
         self.momentum = {name: torch.zeros_like(self.agreed[name]) for name in self.names}
         self.in_flight: Weights = {}
+        self.left_out: list[int] = []
+        """Islands whose change was not finite in the round that was just applied."""
+        self.missing: dict[int, list[int]] = {}
+        """The same of the fragments that are under way."""
+        self.samples = {name: [0] * len(islands) for name in self.names}
+        """That each island has learnt from since a parameter was agreed on."""
         self.numbers = [1.0] * len(islands)
         """The w of push-sum."""
         self.rounds = 0
@@ -191,12 +199,16 @@ class Agreement:
                     weight.copy_(weight * number)
 
     @torch.no_grad()
-    def after_update(self, step: int, lr: float) -> bool:
-        """The rule after a step; True where all islands hold the same weights then because of it."""
+    def after_update(self, step: int, lr: float, samples: Sequence[int]) -> bool:
+        """The rule after a step, of which each island had so many samples; True where all hold the same weights then because
+        of it."""
+        self.left_out = []
         if step < self.rule.start:
             self.agreed = {name: self.islands[0][name].clone() for name in self.names}
             return False
         self.since += 1
+        for counted in self.samples.values():
+            counted[:] = [one + more for one, more in zip(counted, samples, strict=True)]
         return self._apply(step, lr)
 
     def _is_round(self, step: int, lr: float) -> bool:
@@ -215,14 +227,41 @@ class Agreement:
         found = self.sums.memory() if self.sums is not None else {}
         return {f"optimizer/{key}": value for key, value in found.items() if owner_of(key) in (None, island)}
 
-    def _change(self, name: str, step: int) -> Tensor:
-        """The mean of what islands have changed since they agreed, by what they send of it."""
-        changes = [self.agreed[name] - own[name] for own in self.islands]
+    def _add_up(self, changes: Mapping[str, Sequence[Tensor]], step: int) -> Weights:
+        """What islands send, added in their order, by what of it goes through where it goes compressed."""
         if self.sums is None:
-            return _mean(changes)
-        total = self.sums.sum(step, [{name: change} for change in changes])[name]
+            return {name: _sum(values) for name, values in changes.items()}
+        sent = [{name: values[island] for name, values in changes.items()} for island in range(len(self.islands))]
+        found = dict(self.sums.sum(step, sent))
         self.sums.commit()
-        return total / len(changes)
+        return found
+
+    def _changes(self, names: Sequence[str], step: int) -> tuple[Weights, list[int]]:
+        """The mean of what islands have changed since they agreed, and the islands that are left out: a change that is not finite
+        counts as nothing, and the others are divided by their number, or by their samples."""
+        found = {name: [self.agreed[name] - own[name] for own in self.islands] for name in names}
+        count = len(self.islands)
+        missing = [
+            one for one in range(count) if not all(bool(torch.isfinite(found[name][one]).all()) for name in names)
+        ]
+        for changes in found.values():
+            for one in missing:
+                changes[one] = torch.zeros_like(changes[one])
+        if self.settings["weigh"] == "samples":
+            shares = [0 if one in missing else self.samples[names[0]][one] for one in range(count)]
+            found = {
+                name: [change * (share / sum(shares)) for change, share in zip(changes, shares, strict=True)]
+                for name, changes in found.items()
+            }
+            return self._add_up(found, step), missing
+        added = self._add_up(found, step)
+        return {name: one / (count - len(missing)) for name, one in added.items()}, missing
+
+    def _round(self, step: int) -> Weights:
+        """The changes of a round of the whole model."""
+        changes, self.left_out = self._changes(self.names, step)
+        self.samples = {name: [0] * len(self.islands) for name in self.names}
+        return changes
 
     def _take_agreed(self, name: str) -> None:
         for own in self.islands:
@@ -231,8 +270,8 @@ class Agreement:
     def _local(self, step: int, lr: float) -> bool:
         if not self._is_round(step, lr):
             return False
-        for name in self.names:
-            self.agreed[name] = self.agreed[name] - self._change(name, step)
+        for name, change in self._round(step).items():
+            self.agreed[name] = self.agreed[name] - change
             self._take_agreed(name)
         return True
 
@@ -245,16 +284,16 @@ class Agreement:
     def _diloco(self, step: int, lr: float) -> bool:
         if not self._is_round(step, lr):
             return False
-        for name in self.names:
-            self._nesterov(name, self._change(name, step))
+        for name, change in self._round(step).items():
+            self._nesterov(name, change)
             self._take_agreed(name)
         return True
 
     def _slowmo(self, step: int, lr: float) -> bool:
         if not self._is_round(step, lr):
             return False
-        for name in self.names:
-            self.momentum[name] = self.settings["slow_momentum"] * self.momentum[name] + self._change(name, step) / lr
+        for name, change in self._round(step).items():
+            self.momentum[name] = self.settings["slow_momentum"] * self.momentum[name] + change / lr
             self.agreed[name] = self.agreed[name] - (self.settings["slow_lr"] * lr) * self.momentum[name]
             self._take_agreed(name)
         return True
@@ -263,11 +302,20 @@ class Agreement:
         if not self._is_round(step, lr):
             return False
         pull = self.settings["pull"] or 0.9 / len(self.islands)
+        self.left_out = [
+            number
+            for number, own in enumerate(self.islands)
+            if not all(bool(torch.isfinite(own[name] - self.agreed[name]).all()) for name in self.names)
+        ]
         for name in self.names:
             moved = [pull * (own[name] - self.agreed[name]) for own in self.islands]
+            for number in self.left_out:
+                moved[number] = torch.zeros_like(moved[number])
             for own, one in zip(self.islands, moved, strict=True):
                 own[name].copy_(own[name] - one)
             self.agreed[name] = self.agreed[name] + _sum(moved)
+            for number in self.left_out:
+                self.islands[number][name].copy_(self.agreed[name])
         return False
 
     def _stream(self, step: int, lr: float) -> bool:
@@ -278,13 +326,16 @@ class Agreement:
             names = self.names[fragment::count]
             first = period + fragment * (period // count)
             if step + 1 >= first and (step + 1 - first) % period == 0:
-                self.in_flight |= {name: self._change(name, step) for name in names}
+                sent, self.missing[fragment] = self._changes(names, step)
+                self.in_flight |= sent
             if step + 1 - delay >= first and (step + 1 - delay - first) % period == 0:
+                self.left_out = self.missing.pop(fragment)
                 for name in names:
+                    self.samples[name] = [0] * len(self.islands)
                     self._nesterov(name, self.in_flight.pop(name))
-                    for own in self.islands:
+                    for number, own in enumerate(self.islands):
                         kept = self.agreed[name] + keeps * (own[name] - self.agreed[name])
-                        own[name].copy_(kept if keeps else self.agreed[name])
+                        own[name].copy_(kept if keeps and number not in self.left_out else self.agreed[name])
                 agrees = count == 1 and delay == 0 and not keeps
         return agrees
 

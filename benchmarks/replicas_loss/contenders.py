@@ -1,0 +1,47 @@
+"""What is compared: ways in which four replicas agree, each a plan and settings of the recipe."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SHORT, LONG = 300, 1000
+DENSE, ALONE = "dense", "one replica alone"
+RESIDUAL = {"compression.residual": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One row of the table."""
+
+    plan: str = "dp=4"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the recipe."""
+    steps: tuple[int, ...] = (SHORT,)
+    """How long it is trained: each is a run of its own, because the rate falls over the whole of it."""
+    over_dense: float | None = None
+    """At ``SHORT`` steps: by how much its loss may be above the dense one."""
+    closes: float | None = None
+    """At ``LONG`` steps: the share of the gap from one replica to dense that it closes at least."""
+
+
+CONTENDERS = {
+    DENSE: Contender(steps=(SHORT, LONG)),
+    ALONE: Contender(plan="dp=1", settings={"train.global_batch": 4}, steps=(SHORT, LONG)),
+    "fp16": Contender(plan="dp=4 compress=fp16"),
+    "int8": Contender(plan="dp=4 compress=int8", over_dense=0.002),
+    "int4": Contender(plan="dp=4 compress=int4", settings={"compression.residual": False}),
+    "int4 with residual": Contender(plan="dp=4 compress=int4", settings=RESIDUAL, over_dense=0.01),
+    "powersgd:4": Contender(plan="dp=4 compress=powersgd:4@30", over_dense=0.06),
+    "powersgd:1": Contender(plan="dp=4 compress=powersgd:1@30"),
+    "topk:0.01": Contender(plan="dp=4 compress=topk:0.01"),
+    "topk:0.01 from step 30": Contender(plan="dp=4 compress=topk:0.01@30"),
+    "sign": Contender(plan="dp=4 compress=sign"),
+    "local:10": Contender(plan="dp=4 sync=local:10"),
+    "local:20": Contender(plan="dp=4 sync=local:20", steps=(SHORT, LONG)),
+    "diloco:20": Contender(plan="dp=4 sync=diloco:20", steps=(SHORT, LONG), closes=0.4),
+    "diloco:20, int4": Contender(plan="dp=4 sync=diloco:20 compress=int4", steps=(SHORT, LONG)),
+    "stream:20,4,2": Contender(plan="dp=4 sync=stream:20,4,2", steps=(SHORT, LONG)),
+    "slowmo:20": Contender(plan="dp=4 sync=slowmo:20"),
+    "gossip:exponential": Contender(plan="dp=4 sync=gossip:exponential", steps=(SHORT, LONG)),
+    "gossip:ring": Contender(plan="dp=4 sync=gossip:ring"),
+}

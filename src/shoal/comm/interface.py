@@ -1,0 +1,56 @@
+"""The network interface that leads to the other ranks.
+
+gloo listens where the machine's name leads, and on many machines that is 127.0.1.1, which no other host can reach. The route to
+rank 0 says which interface is right: the kernel is asked for it, and no packet is sent.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import MutableMapping
+
+from shoal.core.place import Place
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+def choose_interface(place: Place, environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """Tell gloo the interface on the route to rank 0, unless the user has; returns its name, or None where gloo chooses."""
+    if environment.get(VARIABLE) or not place.address:
+        return environment.get(VARIABLE)
+    own = route_to(place.address)
+    name = None if own is None else interface_of(own)
+    if name is not None:
+        environment[VARIABLE] = name
+    return name
+
+
+def route_to(host: str) -> str | None:
+    """This machine's own IPv4 address on the route to a host; None where there is none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface with an IPv4 address; Linux only."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    # All of 127.0.0.0/8 is the loopback interface's, which answers with its first address.
+    wanted = "127.0.0.1" if address.startswith("127.") else address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == wanted:
+                return name
+    return None

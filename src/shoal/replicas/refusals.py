@@ -1,0 +1,53 @@
+"""What the ``[replicas]`` section asks for and a policy cannot do, found before a process starts. No torch."""
+
+from collections.abc import Iterator
+
+from shoal.core.errors import RequestError
+from shoal.core.syncrule import SyncRule
+from shoal.replicas.config import ReplicaConfig
+
+_WEIGHED = ("local", "diloco", "slowmo", "stream")
+"""Policies that take the mean of the islands' changes."""
+
+
+def replica_problems(config: ReplicaConfig, rule: SyncRule, *, evaluate_every: int, leaves_out: bool) -> Iterator[str]:
+    """Settings that the rule between islands cannot carry out, each with its fix.
+
+    Args:
+        config: the recipe's section.
+        rule: of the plan.
+        evaluate_every: the recipe's ``eval.every``.
+        leaves_out: steps that are not finite are left out (``train.nonfinite = "skip"``).
+    """
+    if config.interval != "fixed" and (rule.kind != "local" or rule.seconds is not None):
+        yield (
+            f"replicas.interval {config.interval} lengthens or shortens the rounds of sync=local:H, and here sync={rule}; use "
+            f"sync=local:{rule.period}, or leave interval out"
+        )
+    elif config.interval == "adacomm" and evaluate_every == 0:
+        yield (
+            "replicas.interval adacomm follows the validation loss, and eval.every is 0: there would be none; set eval.every"
+        )
+    if config.weigh == "samples" and rule.kind not in _WEIGHED:
+        yield (
+            f"replicas.weigh samples is for the mean of {', '.join(_WEIGHED)}, and sync={rule} takes none of all islands; leave "
+            f"weigh out, or use one of these"
+        )
+    if leaves_out and rule.graph is not None:
+        yield (
+            f"train.nonfinite skip leaves an island out of a round by a flag that all islands hear, and with sync={rule} an "
+            f"island hears its neighbours only; leave nonfinite out, or use sync=local:{rule.period}"
+        )
+
+
+def check_fragments(rule: SyncRule, num_parameters: int) -> None:
+    """Refuse more fragments than the model has trained parameters.
+
+    Raises:
+        RequestError: gives both numbers.
+    """
+    if rule.fragments > num_parameters:
+        raise RequestError(
+            f"sync={rule} cuts the model into {rule.fragments} fragments, and it has {num_parameters} trained parameters; use "
+            f"{num_parameters} fragments or fewer"
+        )

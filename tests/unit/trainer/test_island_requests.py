@@ -1,0 +1,52 @@
+"""What a wrong request for islands gets before a process starts: one message with the numbers and the fix."""
+
+import pytest
+
+from shoal.core.errors import RequestError
+from shoal.trainer.own_parts import OwnPartsHere
+from shoal.trainer.request import TrainRequest, prepare
+from support.processes.command import TINY
+
+CASES = (
+    # plan, settings, words of the message
+    ("dp=2 sync=dilco:3", (), "unknown policy 'dilco'; did you mean 'diloco'"),
+    ("dp=2 sync=diloco:0", (), "H is 0, below 1; set it to 1 or more"),
+    ("dp=2 sync=local:-2", (), "H is -2, below 1"),
+    ("dp=2 sync=gossip:rnig", (), "did you mean 'ring'"),
+    ("dp=2 sync=gossip:GRAPH", (), "is of 3 islands, and the plan has 2; give a graph of 2"),
+    ("dp=4 sync=gossip:APART", (), "is not connected: island(s) 2, 3 are not reached from island 0"),
+    ("dp=2 sync=pushsum:none.json", (), "none.json cannot be read"),
+    ("dp=2 sync=stream:64,64,0", (), "64 fragments, and it has 21 trained parameters; use 21 fragments or fewer"),
+    ("ps=1 workers=2 sync=diloco:3", (), "servers have them here; leave sync out"),
+    ("islands=2 dp=1", (), "sync is allreduce, under which there are none; set sync"),
+    ("dp=1 sync=diloco:3", (), "between islands, and there is one"),
+    ("dp=3 sync=gossip:exponential", ("train.global_batch=6",), "power of two, and there are 3"),
+    ("dp=2 zero=1 sync=local:3", (), "zero=1 shares state along dp"),
+    (
+        "dp=2 sync=diloco:3",
+        ("replicas.interval=qsr",),
+        "rounds of sync=local:H, and here sync=diloco:3; use sync=local:3",
+    ),
+    ("dp=2 sync=local:2s", ("replicas.interval=adacomm", "eval.every=2"), "here sync=local:2s"),
+    ("dp=2 sync=local:2", ("replicas.interval=adacomm", "eval.every=0"), "eval.every is 0: there would be none"),
+    ("dp=2 sync=gossip:ring", ("replicas.weigh=samples",), "replicas.weigh samples is for the mean of local, diloco"),
+    ("dp=2 sync=gossip:ring", ("train.nonfinite=skip",), "an island hears its neighbours only"),
+    ("dp=2 sync=local:3", ("train.spike=3",), "train.spike 3 leaves out steps on all ranks together"),
+    ("dp=2 sync=local:3", ("train.precision=float16",), "use bfloat16"),
+    ("dp=2 sync=local:3", ("train.nonfinite=skip", "train.rollback_after=2"), "leave rollback_after out"),
+    ("dp=2 sync=local:3", ("replicas.weight=samples",), "weigh"),
+)
+
+
+@pytest.mark.parametrize(("plan", "settings", "words"), CASES)
+def test_a_wrong_request_for_islands_is_refused_before_a_process_starts(tmp_path, plan, settings, words):
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY)
+    (tmp_path / "graph.json").write_text('{"islands": 3, "edges": [[0, 1], [1, 2]]}')
+    (tmp_path / "apart.json").write_text('{"islands": 4, "edges": [[0, 1], [2, 3]]}')
+    plan = plan.replace("GRAPH", str(tmp_path / "graph.json")).replace("APART", str(tmp_path / "apart.json"))
+    request = TrainRequest(recipe=recipe, plan=plan, overrides=settings, run_dir=tmp_path / "run")
+    with pytest.raises(RequestError) as refusal:
+        prepare(request, own=OwnPartsHere())
+    assert words in str(refusal.value)
+    assert not (tmp_path / "run").exists()
