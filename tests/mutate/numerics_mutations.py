@@ -20,6 +20,8 @@ FAMILIES = "46 models, 17 families of `transformers`"
 DRAWS = "initial weights and dropout masks"
 RESUME = "resuming ends in the same weights"
 BATCH_NORM = "batch norm's running statistics"
+PUSHES = "pushes that `compress` encodes"
+ADAPT = "rates and batches that adapt"
 
 RESUMED = "tests/multiproc/test_resume.py::test_killed_and_resumed_equals_left_alone"
 
@@ -407,5 +409,31 @@ NUMERICS = [
         new="if self.num_targets is None else tensors[cut : cut + 1] * self.num_targets",
         test="tests/unit/data/test_batchform.py::test_loader_processes_hand_forms_over",
         seconds=10,
+    ),
+    Mutation(
+        promise=PUSHES,
+        what="a push that does not count moves the residual on",
+        file="src/shoal/paramserver/pushcodec.py",
+        old="        if is_kept:\n",
+        new="        if True:\n",
+        test="tests/unit/paramserver/test_pushcodec.py::test_a_push_that_is_not_kept_leaves_the_residual_as_it_was",
+    ),
+    Mutation(
+        promise=ADAPT,
+        what="AdaScale's gain is not saved",
+        file="src/shoal/engine/callbacks/adapt.py",
+        old='return {"rule": self._config.adapt, **as_values(self._found)}',
+        new='return {"rule": self._config.adapt, **as_values(begin(self._config))}',
+        test="tests/multiproc/test_adapt.py::test_a_resumed_run_ends_as_the_one_that_was_left_alone[adascale]",
+        seconds=20,
+    ),
+    Mutation(
+        promise=ADAPT,
+        what="every step has the batch of the first",
+        file="src/shoal/trainer/batches.py",
+        old="if (size := self._batch()) != self._size:",
+        new="if (size := self._batch()) < self._size:",
+        test="tests/multiproc/test_batch_schedule.py::test_two_replicas_sharded_or_not_take_the_batches_of_the_schedule",
+        seconds=20,
     ),
 ]

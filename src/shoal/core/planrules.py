@@ -426,13 +426,32 @@ def compress_problems(plan: PlanKeys) -> Iterator[str]:
             f"times, and what a codec lost belongs to a step; use schedule=1f1b, or leave compress out"
         )
     if plan.ps:
-        yield (
-            f"compress={plan.compress} does not go with ps={plan.ps} yet: workers push gradients as they are; leave compress out"
-        )
+        yield from _push_codec_problems(plan, rule)
     if plan.islands > 1 or plan.sync != "allreduce":
         yield from _island_codec_problems(plan, rule)
     if rule.kind == "onebit":
         yield from _onebit_problems(plan, rule)
+
+
+_NOT_PUSHED = {
+    "powersgd": "its factors are sums over all replicas at one step, and a server gets pushes one at a time",
+    "dgc": "its momentum and clipping are those of replicas that take every step together",
+    "onebit": "replicas agree on a momentum, and here the servers have it",
+}
+
+
+def _push_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
+    """What workers cannot push compressed."""
+    if rule.kind in _NOT_PUSHED:
+        yield (
+            f"compress={plan.compress} does not go with ps={plan.ps}: {_NOT_PUSHED[rule.kind]}; use such as compress=int8 or "
+            f"compress=topk:0.01, or dp"
+        )
+    if plan.update == "lbfgs" or (plan.update or "").startswith("lbfgs"):
+        yield (
+            f"compress={plan.compress} does not go with update={plan.update}: a line search compares gradients to the last "
+            f"digits of a loss; leave compress out, or use update=bsp"
+        )
 
 
 def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:

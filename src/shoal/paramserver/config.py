@@ -99,8 +99,8 @@ class ParamServerConfig(Config):
 
 
 def group_plan(plan: Plan) -> Plan:
-    """What the ranks of one worker do together: the plan without its servers, on one replica."""
-    return replace(plan, dp=1, ps=0, workers=None, update=None, backup=0)
+    """What the ranks of one worker do together: the plan without its servers, on one replica; only pushes are compressed."""
+    return replace(plan, dp=1, ps=0, workers=None, update=None, backup=0, compress=None)
 
 
 def pulls_ahead(config: ParamServerConfig, rule: UpdateRule) -> bool:
@@ -153,6 +153,11 @@ def rule_problems(
         yield (
             f"paramserver.local_lr {_listed(config.local_lr)} is for steps that workers take by themselves, and under {rule} "
             f"without local_steps there are none; leave it out"
+        )
+    if plan.compress is not None and config.hot == "measured":
+        yield (
+            f"paramserver.hot measured counts the rows that gradients touch, and compress={plan.compress} sends all of them; "
+            "leave one of the two out"
         )
     if rule.kind == "lbfgs":
         yield from _lbfgs_problems(config, precision, weight_decay)

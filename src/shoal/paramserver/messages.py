@@ -31,6 +31,17 @@ class Done(Message, frozen=True):
     """What was asked for is done."""
 
 
+class Packed(Message, frozen=True):
+    """What a compressed payload is made of (``pushcodec.py``)."""
+
+    codec: str
+    """As the plan writes it; a server takes none but its own."""
+    unit: int
+    """The first work unit of the push, by which random choices were drawn."""
+    sizes: tuple[int, ...]
+    """Bytes of every compressed piece of the shard, in its order."""
+
+
 class Push(Message, frozen=True):
     """A push's gradient of one shard. Asked again it changes nothing: a push is known by sender and number."""
 
@@ -40,6 +51,8 @@ class Push(Message, frozen=True):
     """The version of this shard that it was computed from."""
     rows: tuple[tuple[str, int], ...] = ()
     """Tensors of which the payload has only so many rows (``sparse.py``); empty: it is the whole slice."""
+    packed: Packed | None = None
+    """How the payload is compressed; None: it is not."""
 
 
 class Pull(Message, frozen=True):

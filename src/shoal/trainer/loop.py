@@ -186,12 +186,10 @@ class Trainer:
     def _resume(self) -> None:
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            if said := self.engine.restored():
-                self.reporter.tell(said)
+            self.reporter.tell(*filter(None, [self.engine.restored()]))
             # A synchronous pipeline has no history of versions that a later one could go on with.
             self.progress = self._signed(replace(restored.progress, async_signature="", async_start=0))
-            pipeline = self.engine.asynchronous
-            if pipeline is not None and pipeline.start == self.progress.step > 0:
+            if (pipeline := self.engine.asynchronous) is not None and pipeline.start == self.progress.step > 0:
                 self.reporter.tell(
                     f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at "
                     f"step {self.progress.step}, as at the start of a run"

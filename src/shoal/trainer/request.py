@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shoal.checkpoint.files import step_name
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
+from shoal.compression.config import has_residual
 from shoal.core.compressrule import COSTLY, CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
@@ -352,6 +353,11 @@ def _server_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield f"backup=0: the death of a server takes all {plan.ps} back to the newest checkpoint; backup=1 survives it"
     if recipe.telemetry.profile is not None:
         yield f"telemetry.profile {recipe.telemetry.profile} has no effect with parameter servers"
+    if plan.compress is not None and has_residual(CompressRule.parse(plan.compress), recipe.compression):
+        yield (
+            f"compress={plan.compress} keeps what it has not sent in the memory of each of the {plan.num_shares} workers: one "
+            "that starts again, and a run that is resumed, begins with nothing kept, so its bits are others"
+        )
 
 
 def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:

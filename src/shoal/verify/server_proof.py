@@ -58,7 +58,9 @@ def prove_servers(
     broken = find_violation(promise, run.updates, count_samples(request))
     if broken is not None:
         return broke_rule(request, broken)
-    if promise.is_plain:
+    # What a codec makes of a push is the replay's to say, under every rule.
+    is_plain = promise.is_plain and plan.compress is None
+    if is_plain:
         recording = Recording.open(reference(case, request.tree), "reference")
     else:
         recording = Recording.open(replay(case, _log_of(request, promise, run)), "reference")
@@ -77,7 +79,7 @@ def prove_servers(
     bound = flat_bound(case.precision, tolerance, narrow)
     judged = judge_run(recording, run.gather, tolerance=tolerance, layout=run.layout(plan), flat_bound=bound)
     reason = tolerance.reason
-    if not promise.is_plain:
+    if not is_plain:
         allowed = "every bit" if tolerance.is_bitwise else tolerance.reason
         reason = f"{run.describe()}, replayed by the rule: {allowed}"
     return compared(request, judged, tolerance, reason=reason, flat=recording.facts["flat"])
@@ -125,4 +127,6 @@ def _log_of(request: ProofRequest, promise: Promise, run: ServerRun) -> UpdateLo
         own_rates=request.recipe.paramserver.local_lr,
         pieces=run.pieces,
         updates=[update.as_values() for update in run.updates],
+        compress=request.plan.compress,
+        compression={} if request.plan.compress is None else request.recipe.compression.model_dump(mode="json"),
     )

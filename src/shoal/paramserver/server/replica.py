@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RunError
+from shoal.paramserver.messages import Packed
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import WorkerGone
 from shoal.paramserver.server.shard import ShardState
-from shoal.paramserver.sparse import Index, unpack_rows
+from shoal.paramserver.sparse import Index, WrongGradient, unpack_rows
 from shoal.paramserver.waiting import ChangeEvent
 
 SMALL = 1 << 18
@@ -43,7 +44,7 @@ class Replica:
     def __init__(self, state: ShardState | None, *, order: int = 0) -> None:
         self._state = state
         self.order = order
-        self._early: list[tuple[PushId, bytes, int, Index]] = []
+        self._early: list[tuple[PushId, bytes, int, Index, Packed | None]] = []
         self.lock = asyncio.Lock()
         self._snapshot_reads = SnapshotReads()
         self.changed = ChangeEvent()
@@ -62,18 +63,26 @@ class Replica:
         """Updates applied; -1 while the shard is on its way."""
         return self._state.version if self._state is not None and self.ready.is_set() else -1
 
-    def store(self, identity: PushId, payload: memoryview, version: int, rows: Index = ()) -> None:
+    def store(
+        self, identity: PushId, payload: memoryview, version: int, rows: Index = (), packed: Packed | None = None
+    ) -> None:
         """Keep a copy of a pushed gradient, given as its bytes; see ``ShardState.store``.
 
         Args:
             identity: of the push.
-            payload: the slice, or what ``rows`` says of it.
+            payload: the slice, or what ``rows`` or ``packed`` says of it.
             version: of the weights that it was computed with.
             rows: see ``messages.Push``.
+            packed: likewise.
         """
         state = self._state
         if state is None:
-            self._early.append((identity, bytes(payload), version, rows))
+            self._early.append((identity, bytes(payload), version, rows, packed))
+        elif packed is not None:
+            if state.codec is None or rows:
+                raise WrongGradient(f"a push came as {packed.codec}, and this run compresses none, or not its rows")
+            given = as_tensor(payload, torch.uint8)
+            state.store(identity, state.codec.unpack(given, packed, state.shard), version)
         elif rows:
             given = as_tensor(payload, torch.uint8)
             rest, found = unpack_rows(given, rows, state.shard, state.model, state.weights.dtype)
@@ -84,9 +93,9 @@ class Replica:
     def fill(self, state: ShardState) -> None:
         """The shard has come; what was pushed meanwhile is put into it, unless it is there already."""
         early, self._early, self._state = self._early, [], state
-        for identity, payload, version, rows in early:
+        for identity, payload, version, rows, packed in early:
             with contextlib.suppress(WorkerGone):
-                self.store(identity, memoryview(payload), version, rows)
+                self.store(identity, memoryview(payload), version, rows, packed)
         self.ready.set()
         self.changed.notify()
 

@@ -252,7 +252,9 @@ class Server:
         if not any(member.id == request.sender for member in view.workers):
             await request.refuse("stranger", f"worker {request.sender} is not in epoch {view.epoch}")
             return
-        dtype = "uint8" if push.rows else str(replica.state.weights.dtype).removeprefix("torch.")
+        dtype = (
+            "uint8" if push.rows or push.packed is not None else str(replica.state.weights.dtype).removeprefix("torch.")
+        )
         if request.header.dtype != dtype:
             text = f"a gradient of shard {push.shard} is sent as {dtype}, not as {request.header.dtype or 'nothing'}"
             await request.refuse("shape", text)
@@ -273,7 +275,8 @@ class Server:
     ) -> bool:
         """Keep a pushed gradient; when it cannot be kept, the request is refused."""
         try:
-            replica.store(PushId(worker, push.number), request.payload or memoryview(b""), push.version, push.rows)
+            payload = request.payload or memoryview(b"")
+            replica.store(PushId(worker, push.number), payload, push.version, push.rows, push.packed)
         except NotFinite as error:
             self.take_not_finite(PushId(worker, push.number), str(error))
             await request.refuse("not-finite", str(error))

@@ -18,6 +18,7 @@ from shoal.core.placement import Placement, place_whole
 from shoal.optim.build import build_optimizer, export_state, import_state, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
 from shoal.optim.groups import Groups
+from shoal.paramserver.pushcodec import PushCodec
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import Gradients, Stored
 from shoal.paramserver.sharding import NORM_OPTIMIZERS, Model, Piece, Shard
@@ -68,6 +69,8 @@ class ShardState:
             )
         self.shard = shard
         self.version = 0
+        self.codec: PushCodec | None = None
+        """Of the gradients that workers push; None where they come as they are."""
         self.on_update: Callable[[Update, Mapping[str, Tensor]], None] | None = None
         """Called after every update with its record and the gradients that made it, by parameter name."""
         dtype = _DTYPES[next(iter(model.values())).dtype]

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from shoal.comm.wire.errors import Refused, WireTimeout
@@ -25,7 +26,20 @@ from shoal.core.errors import RunError
 from shoal.elastic.view import View
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.log.leader import PARK_SECONDS
-from shoal.paramserver.messages import FINISHED, Commit, Committed, Message, Part, Pull, Pulled, Push, Take, Taken
+from shoal.paramserver.messages import (
+    FINISHED,
+    Commit,
+    Committed,
+    Message,
+    Packed,
+    Part,
+    Pull,
+    Pulled,
+    Push,
+    Take,
+    Taken,
+)
+from shoal.paramserver.pushcodec import PushCompressor
 from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.waiting import ATTEMPT_SECONDS, Moved, seconds_for
@@ -53,6 +67,7 @@ class Client:
         slices: of each shard in that row.
         cache_staleness: shards that are cached are not pulled again while they are at most so many versions behind the first.
         packer: finds the rows that a gradient touches; None: gradients are sent whole.
+        compressor: encodes gradients; None: they are sent as they are. It leaves nothing for a packer to do.
         caches_cold: only those that the packer finds cold are cached; left out, all but the first.
         deadline_seconds: the longest wait for a server, beside what payloads take.
         attempt_seconds: after which a request counts as lost and is sent again, beside what its payload takes.
@@ -68,6 +83,7 @@ class Client:
         spans: Sequence[slice],
         cache_staleness: int = 0,
         packer: RowPacker | None = None,
+        compressor: PushCompressor | None = None,
         caches_cold: bool = False,
         deadline_seconds: float,
         attempt_seconds: float = ATTEMPT_SECONDS,
@@ -82,7 +98,7 @@ class Client:
         self._deadline = deadline_seconds
         self._attempt = attempt_seconds
         self._num_pushes = 0
-        self._packer = packer
+        self._packer, self._compressor = packer, compressor
         assert packer is not None or not caches_cold, "who measures is who packs"
         self._caches_cold = caches_cold
         self.num_pushed_bytes = self.num_pulled_bytes = 0
@@ -140,35 +156,52 @@ class Client:
         cold = self._packer.cold_shards()
         return [shard for shard in others if shard in cold]
 
-    async def push(self, gradient: Tensor, *, read: Read) -> int:
+    async def push(self, gradient: Tensor, *, read: Read, unit: int = 0) -> int:
         """Bring a gradient, laid out as the weights are, to all servers; the push's number.
 
         Args:
             gradient: all shards, one after the other.
             read: the weights that it was computed from, as the pull said that brought them. Newer ones may be here by now.
+            unit: the first work unit that it is of.
 
         Raises:
             GradientRefused: it is not finite, or not of this model.
         """
         number, self._num_pushes = self._num_pushes, self._num_pushes + 1
         assert len(read) == len(self._spans), f"{len(read)} versions for {len(self._spans)} shards"
+        encoded: Sequence[tuple[Packed, Tensor]] | None = None
+        if self._compressor is not None:
+            # Once, and in a thread: what is sent again has the same bytes, and who is silent for seconds is taken for dead.
+            encoded = await asyncio.to_thread(self._compressor.encode, gradient, self._spans, unit)
         await asyncio.gather(
             *(
-                self._push(shard, gradient[span], number=number, version=read[shard])
+                self._push(
+                    Push(shard=shard, number=number, version=read[shard]),
+                    gradient[span],
+                    None if encoded is None else encoded[shard],
+                )
                 for shard, span in enumerate(self._spans)
             )
         )
         return number
 
-    async def _push(self, shard: int, gradient: Tensor, *, number: int, version: int) -> None:
-        rows, payload = ((), gradient) if self._packer is None else self._packer.pack(shard, gradient)
-        await self._ask(shard, Push(shard=shard, number=number, version=version, rows=rows), payload=payload)
+    async def _push(self, push: Push, gradient: Tensor, encoded: tuple[Packed, Tensor] | None) -> None:
+        payload = gradient
+        if encoded is not None:
+            packed, payload = encoded
+            push = msgspec.structs.replace(push, packed=packed)
+        elif self._packer is not None:
+            rows, payload = self._packer.pack(push.shard, gradient)
+            push = msgspec.structs.replace(push, rows=rows)
+        await self._ask(push.shard, push, payload=payload)
         self.num_pushed_bytes += payload.nbytes
 
     async def commit(self, push: PushRecord) -> bool:
         """Say that a push is whole; False when it is not used, because somebody else was first or it is too old."""
         committed = _expect(await self._ask(_LOG_SHARD, Commit(push=push)), Committed)
         self.closed = max(self.closed, committed.closed)
+        if self._compressor is not None:
+            self._compressor.settle(is_kept=committed.is_kept)
         return committed.is_kept
 
     async def pull_now(self) -> None:

@@ -29,6 +29,7 @@ from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import Shard, cut_for
 from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
 from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.server.checkpointing import load_shard, read_checkpoint
 from shoal.trainer.build import build_parts
 from shoal.trainer.progress import Progress
@@ -143,7 +144,7 @@ class ShardSource:
         config = self.spec.recipe.paramserver
         if self.spec.rule.kind == "lbfgs":
             return LbfgsShard(shard, model=self.model, groups=self._groups, history=config.lbfgs_history)
-        return ShardState(
+        state = ShardState(
             shard,
             model=self.model,
             optim=self.spec.recipe.optim,
@@ -151,6 +152,8 @@ class ShardSource:
             aggregation="adasum" if config.aggregate == "adasum" else "sum",
             compensation=config.delay_compensation,
         )
+        state.codec = push_codec(self.spec, self.model)
+        return state
 
     def make_log(self) -> CommandLog:
         """The update log before the first update that this run makes."""

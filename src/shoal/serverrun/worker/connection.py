@@ -17,11 +17,13 @@ from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
 from shoal.paramserver.messages import FINISHED, Draw, Drawn
+from shoal.paramserver.pushcodec import PushCompressor
 from shoal.paramserver.records import PushRecord, Read, WorkUnit
 from shoal.paramserver.sparse import RowPacker
 from shoal.paramserver.worker.client import Client, LoopThread, RunOver
 from shoal.paramserver.worker.flat import FlatParameters
 from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node
+from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.telemetry.eventlog import EventLog
 
@@ -93,6 +95,7 @@ class ServerConnection:
         spec, config = self._spec, self._spec.recipe.paramserver
         self._node = open_node(spec)
         flat = self._worker.flat
+        codec = push_codec(spec, flat.model)
         join = introduction(spec, role="worker", model=flat.model, data=self._worker.data)
         self._contact = Contact(
             self._node,
@@ -118,7 +121,8 @@ class ServerConnection:
             weights=self.landing,
             spans=flat.spans,
             cache_staleness=config.cache_staleness,
-            packer=make_packer(flat, config),
+            packer=None if codec is not None else make_packer(flat, config),
+            compressor=None if codec is None else PushCompressor(codec, flat.shard_map),
             caches_cold=config.hot == "measured",
             deadline_seconds=config.deadline,
         )
@@ -208,7 +212,7 @@ class ServerConnection:
         """The work unit that was taken last is computed with weights that were pulled before."""
 
     async def _hand_in(self, gradient: torch.Tensor, push: PushRecord, read: Read) -> bool:
-        number = await self.client.push(gradient, read=read)
+        number = await self.client.push(gradient, read=read, unit=min(push.units))
         return await self.client.commit(msgspec.structs.replace(push, number=number))
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ _ODD_VOCABULARY = {"source": "synthetic", "kind": "tokens", "samples": 256, "seq
 
 _LONGER = ("train.steps=24",)
 """Two rounds of islands."""
+_PUSHED = ("train.steps=12", "compression.min_elements=256")
+"""Pushes of a small model, compressed, over as many steps as their proof takes."""
 _GROWING = ("train.global_batch=8", "train.batch_schedule=[[0, 8], [1, 16]]")
 """A batch that doubles after the first step."""
 PREDICTION = "prediction"
@@ -356,6 +358,27 @@ _ALL: Sequence[Mutant] = (
         "optimizer",
         rate_bugs.keep_rate,
         overrides=(*_GROWING, "optim.scale=sqrt", "optim.scale_base=8"),
+    ),
+    Mutant(
+        "residual of a push forgotten",
+        "ps=1 workers=2 update=bsp compress=int4",
+        "grad",
+        server_bugs.forget_residual,
+        overrides=_PUSHED,
+    ),
+    Mutant(
+        "norms pushed compressed",
+        "ps=1 workers=2 update=bsp compress=int8",
+        "grad",
+        server_bugs.compress_norms,
+        overrides=_PUSHED,
+    ),
+    Mutant(
+        "blocks of a push counted from the shard's cut",
+        "ps=2 workers=2 update=bsp compress=int8",
+        "grad",
+        server_bugs.count_blocks_from_slice,
+        overrides=_PUSHED,
     ),
     Mutant("batch grows one step late", "dp=2", "loss", rate_bugs.grow_late, overrides=_GROWING),
     Mutant(

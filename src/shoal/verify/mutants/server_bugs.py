@@ -14,9 +14,10 @@ from shoal.comm.world import World
 from shoal.core.placement import Patch
 from shoal.core.updaterule import UpdateRule
 from shoal.elastic.view import Chain
-from shoal.paramserver import consistency
+from shoal.paramserver import consistency, pushcodec
 from shoal.paramserver.records import PushRecord, Read, Update
 from shoal.paramserver.server import replica, shard, store
+from shoal.paramserver.sharding import Piece
 from shoal.paramserver.worker import client, flat
 from shoal.serverrun.server import source
 from shoal.serverrun.worker import connection, group
@@ -156,3 +157,21 @@ def _late_once() -> list[Swap]:
         return honest(self, gradient, push, read)
 
     return [Swap(connection.ServerConnection, "hand_in", hand_in)]
+
+
+@replaces(pushcodec.PushCompressor, "settle")
+def forget_residual(honest: Honest, self: pushcodec.PushCompressor, *, is_kept: bool) -> None:
+    """What a codec lost is never sent."""
+    honest(self, is_kept=False)
+
+
+@replaces(pushcodec.PushCodec, "compresses")
+def compress_norms(honest: Honest, self: pushcodec.PushCodec, name: str) -> bool:
+    """Norms and biases go through the codec too."""
+    return True
+
+
+@replaces(pushcodec.PushCodec, "_offset")
+def count_blocks_from_slice(honest: Honest, self: pushcodec.PushCodec, piece: Piece) -> int:
+    """Blocks begin where a shard's slice does, so that a number of servers changes the bits."""
+    return 0

@@ -7,7 +7,8 @@ from left to right, and given to one optimizer over whole tensors. ``rules.py`` 
     w(0) as built        g = sum over i in update r of f_i * gradient(unit_i, w(v_i))        w(r+1) = optimizer(w(r), g)
 
 Under Downpour the place of a gradient is taken by the sum of those that a worker computed on its own way: u = w(v) when it reads,
-then u <- u - rate * gradient(unit, u) after each.
+then u <- u - rate * gradient(unit, u) after each. Where pushes are compressed, what a server decodes takes the place of what a
+worker pushed (``pushes.py``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.pushes import DecodedPushes
 from shoal.verify.reference.case import Case, UpdateLog
 from shoal.verify.reference.model import (
     ReferenceModel,
@@ -35,6 +37,8 @@ from shoal.verify.reference.recording import Recorder, model_tensors, saved_buff
 from shoal.verify.reference.train import group_gradients
 
 Weights = Mapping[str, Tensor]
+Pushed = tuple[dict[str, Tensor], list[float], list[float]]
+"""A gradient, and of every work unit in it the mean loss and the weight."""
 
 
 def run_replay(case: Case, log: UpdateLog, folder: Path) -> dict[str, Any]:
@@ -75,6 +79,12 @@ class Replay:
         self._keep(0)
         self._own: dict[str, Weights] = {}
         """By worker: its weights after its own steps."""
+        self._pushes = None if log.compress is None else DecodedPushes(parts, log)
+        self._unsent: dict[str, list[Mapping[str, Any]]] = {}
+        """By worker: its pushes that are not decoded yet, in the order in which it made them."""
+        for part in sorted((part for update in log.updates for part in update["parts"]), key=lambda one: one["number"]):
+            self._unsent.setdefault(part["worker"], []).append(part)
+        self._ready: dict[tuple[str, int], Pushed] = {}
         self.gradients: dict[str, Tensor] = {}
         """Those that made the last update."""
 
@@ -86,12 +96,9 @@ class Replay:
         losses: list[float] = []
         weights: list[float] = []
         for entry in entries:
-            found: dict[str, Tensor] = {}
-            for work in entry["works"]:
-                loss, weight, gradient = self._work(entry, work)
-                found = _add(found, gradient)
-                losses.append(loss)
-                weights.append(weight)
+            found, own_losses, own_weights = self._push(entry) if self._pushes is None else self._decoded(entry)
+            losses += own_losses
+            weights += own_weights
             # A product, then a sum: each rounds once.
             own = {name: grad if entry["factor"] == 1.0 else grad * entry["factor"] for name, grad in found.items()}
             total = _add(total, own)
@@ -109,6 +116,34 @@ class Replay:
         if not whole:
             return sum(losses) / len(losses)
         return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / whole
+
+    def _decoded(self, entry: Mapping[str, Any]) -> Pushed:
+        """A push as servers decode it.
+
+        What a worker keeps goes from push to push, so its earlier ones come first, whatever update they are in; what they were
+        computed from is older still.
+        """
+        assert self._pushes is not None
+        worker = entry["worker"]
+        while self._unsent[worker] and self._unsent[worker][0]["number"] <= entry["number"]:
+            other = self._unsent[worker].pop(0)
+            found, losses, weights = self._push(other)
+            units = [work["unit"] for work in other["works"]]
+            sent = self._pushes.decoded(found, worker=worker, units=units)
+            self._ready[worker, other["number"]] = sent, losses, weights
+        return self._ready.pop((worker, entry["number"]))
+
+    def _push(self, entry: Mapping[str, Any]) -> Pushed:
+        """What a worker pushed: the sum of its gradients, with the loss and the weight of each."""
+        found: dict[str, Tensor] = {}
+        losses: list[float] = []
+        weights: list[float] = []
+        for work in entry["works"]:
+            loss, weight, gradient = self._work(entry, work)
+            found = _add(found, gradient)
+            losses.append(loss)
+            weights.append(weight)
+        return found, losses, weights
 
     def _work(self, entry: Mapping[str, Any], work: Mapping[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
         """One gradient of a worker, and its own step by it where the rule has one."""

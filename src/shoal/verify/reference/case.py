@@ -101,6 +101,10 @@ class UpdateLog:
     pieces: Sequence[tuple[str, int, int, int]]
     """Every slice of a parameter: its name, first and last element, and the shard that holds it; shard after shard."""
     updates: Sequence[Mapping[str, Any]]
+    compress: str | None = None
+    """How pushes are compressed, as the plan writes it."""
+    compression: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's ``[compression]``, where they are."""
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "UpdateLog":

@@ -51,6 +51,8 @@ class Part:
     """What it was multiplied by."""
     samples: int
     """That its worker counted."""
+    number: int = 0
+    """Of the push, counted by its worker: pushes of a step are added in the order of shares, not in that of their making."""
 
     @property
     def version(self) -> int:

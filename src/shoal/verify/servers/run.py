@@ -255,6 +255,7 @@ def _update(record: Mapping[str, Any], reads: Mapping[tuple[str, int], Mapping[s
                 claimed=page["version"],
                 factor=factor,
                 samples=page["samples"],
+                number=number,
             )
         )
     return Update(parts=tuple(parts), loss=record["loss"])
