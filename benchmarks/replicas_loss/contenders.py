@@ -7,6 +7,8 @@ from typing import Any
 SHORT, LONG = 300, 1000
 DENSE, ALONE = "dense", "one replica alone"
 RESIDUAL = {"compression.residual": True}
+CALM = {"replicas.outer_momentum": 0.5}
+"""The default of 0.9 is the paper's, for rounds of hundreds of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,10 @@ CONTENDERS = {
     "local:10": Contender(plan="dp=4 sync=local:10"),
     "local:20": Contender(plan="dp=4 sync=local:20", steps=(SHORT, LONG)),
     "diloco:20": Contender(plan="dp=4 sync=diloco:20", steps=(SHORT, LONG), closes=0.4),
-    "diloco:20, int4": Contender(plan="dp=4 sync=diloco:20 compress=int4", steps=(SHORT, LONG)),
+    "diloco:20, outer momentum 0.5": Contender(
+        plan="dp=4 sync=diloco:20", settings=CALM, steps=(SHORT, LONG), closes=0.4
+    ),
+    "the same, int4": Contender(plan="dp=4 sync=diloco:20 compress=int4", settings=CALM, steps=(SHORT, LONG)),
     "stream:20,4,2": Contender(plan="dp=4 sync=stream:20,4,2", steps=(SHORT, LONG)),
     "slowmo:20": Contender(plan="dp=4 sync=slowmo:20"),
     "gossip:exponential": Contender(plan="dp=4 sync=gossip:exponential", steps=(SHORT, LONG)),
