@@ -25,6 +25,10 @@ class Contender:
     closes: float | None = None
     """At ``LONG`` steps: the share of the gap from one replica to dense that it closes at least."""
 
+    def bar(self, steps: int) -> float | None:
+        """What is promised of it after so many steps; None for nothing."""
+        return {SHORT: self.over_dense, LONG: self.closes}[steps]
+
 
 CONTENDERS = {
     DENSE: Contender(steps=(SHORT, LONG)),

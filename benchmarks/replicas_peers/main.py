@@ -54,8 +54,9 @@ class Pair:
             for rank in range(2)
         ]
 
-    def take(self, times: int) -> list[float] | None:
-        """Seconds of each piece of work, on the slower of the ranks; None when one of them has failed."""
+    def take(self, times: int) -> tuple[list[float], float] | None:
+        """Seconds of each piece of work, and processor time of one on average, on the slower of the ranks; None when one has
+        failed."""
         try:
             for rank in self.ranks:
                 rank.stdin.write(f"{times}\n")
@@ -63,7 +64,11 @@ class Pair:
         except BrokenPipeError:
             return None
         answers = [_line(rank) for rank in self.ranks]
-        return [max(both) for both in zip(*map(json.loads, answers), strict=True)] if all(answers) else None
+        if not all(answers):
+            return None
+        ranks = [json.loads(answer) for answer in answers]
+        seconds = [max(both) for both in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        return seconds, max(rank["cpu_seconds"] for rank in ranks)
 
     def end(self) -> None:
         """End both ranks and what they started."""
@@ -142,15 +147,21 @@ def run_race(race: Race, rounds: int) -> dict[str, Any]:
                 print(f"{name} failed at its start and is left out", file=sys.stderr)
                 del pairs[name]
         seconds: dict[str, list[float]] = {name: [] for name in pairs}
+        cpu: dict[str, list[float]] = {name: [] for name in pairs}
         for turn in range(rounds):
             order = list(pairs)
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 taken = pairs[name].take(race.times)
                 assert taken is not None, f"{name} failed in round {turn}"
-                seconds[name].append(race.value(taken))
+                seconds[name].append(race.value(taken[0]))
+                cpu[name].append(taken[1])
     found: dict[str, Any] = {}
     for name, own in seconds.items():
-        found[name] = {"ms": round(statistics.median(own) * 1e3, 2), "rounds_ms": [round(one * 1e3, 2) for one in own]}
+        found[name] = {
+            "ms": round(statistics.median(own) * 1e3, 2),
+            "cpu_ms": round(statistics.median(cpu[name]) * 1e3, 2),
+            "rounds_ms": [round(one * 1e3, 2) for one in own],
+        }
         if race.peer in seconds:
             ratios = [mine / theirs for mine, theirs in zip(own, seconds[race.peer], strict=True)]
             found[name]["to_peer"] = round(statistics.median(ratios), 4)
@@ -173,13 +184,13 @@ def finished(name: str, runs: int) -> dict[str, int]:
 
 def as_markdown(results: dict[str, Any]) -> str:
     """The README's tables."""
-    lines = ["| | | ms | to the peer's | bar |", "|---|---|---|---|---|"]
+    lines = ["| | | ms | CPU ms, of a whole step | to the peer's | bar |", "|---|---|---|---|---|---|"]
     for race, rows in results["races"].items():
         for name, row in rows.items():
             bar = f"{row['bar']}: {'met' if row['is_met'] else '**missed**'}" if "bar" in row else ""
-            lines.append(f"| {race} | {name} | {row['ms']} | {row.get('to_peer', '')} | {bar} |")
+            lines.append(f"| {race} | {name} | {row['ms']} | {row['cpu_ms']} | {row.get('to_peer', '')} | {bar} |")
     for name, row in results.get("finished", {}).items():
-        lines.append(f"| short runs | {name} | | {row['finished']} of {row['runs']} finished | |")
+        lines.append(f"| short runs | {name} | | | {row['finished']} of {row['runs']} finished | |")
     return "\n".join(lines)
 
 
