@@ -90,8 +90,8 @@ def measure(runs: Path, seeds: list[int], names: list[str]) -> dict[str, Any]:
             if steps not in contender.steps:
                 continue
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
-            # Other seeds only where something is promised: a table of one seed says enough about the rest.
-            own = seeds if name in (DENSE, ALONE) or contender.bar(steps) else seeds[:1]
+            # More seeds only where a small difference is promised: a table of one seed says enough about the rest.
+            own = seeds if steps == SHORT and (name in (DENSE, ALONE) or contender.bar(steps)) else seeds[:1]
             taken = {seed: train(contender, steps, seed, runs / f"{steps}-{folder}-{seed}") for seed in own}
             if all(taken.values()):
                 rows[name] = as_row(contender, taken)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from contenders import ALONE, EXTRA, NAMES, PLANS
-from hosts import Hosts, two_hosts
+from hosts import Hosts, two_hosts, why_not
 from pairs import Pair
 
 RATE = "100mbit"
@@ -27,12 +27,12 @@ STREAMING, LONGEST = "shoal stream:80,8,9", 1.5
 """With streaming no step may be longer than this many local ones."""
 WARM_UP = {STREAMING: 77}
 """Steps before anything is measured, at the full speed of the machine; 3 for those that are not here. The first fragment is
-sent after step 80, and the last after step 150."""
+sent after step 80 and applied after step 89, the fifth, with which the measured ones end, after steps 120 and 129."""
 TOGETHER = 4
 """Contenders that are alive beside DDP: more do not fit the memory of a small machine."""
 TAKES = {"compute alone": 10, "torch powersgd:2": 5, "shoal powersgd:2": 5, "shoal topk:0.01": 5}
 """Steps in a turn; one for the others."""
-WHOLE = {"shoal diloco:50": 50, "shoal diloco:50 int8": 50, STREAMING: 48}
+WHOLE = {"shoal diloco:50": 50, "shoal diloco:50 int8": 50, STREAMING: 52}
 """Those that do not pay at every step: so many steps, once."""
 BARS = {
     "shoal int8": 0.30,
@@ -198,6 +198,9 @@ def main() -> None:
     parser.add_argument("--losses", type=int, help="only the losses after so many steps, added to the newest results")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out; nothing is written then")
     options = parser.parse_args()
+    if reason := why_not():
+        print(f"skipped: {reason}", file=sys.stderr)
+        return
     wanted = options.only or [name for name in NAMES if name not in EXTRA]
     names = [name for name in NAMES if name in ("ddp", *wanted)]
     model = "tiny" if options.tiny else "full"
