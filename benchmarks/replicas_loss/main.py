@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECIPE = HERE / "recipe.toml"
 FIGURE = ROOT / "docs" / "figures" / "replicas-loss.svg"
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 EVALUATIONS = 10
 BYTES_OF_DENSE = 0.05
 """A twentieth: what a run that is to close the gap may send."""
@@ -165,6 +166,14 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     """Train, print the README's tables, write the results and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -185,8 +194,10 @@ def main() -> None:
             target.parent.mkdir(exist_ok=True)
             target.write_text(json.dumps(results, indent=1) + "\n")
             print(f"written to {target}", file=sys.stderr)
-    print(as_markdown(results))
+    table = as_markdown(results).strip()
+    print(table)
     if not options.only:
+        write_readme(table)
         FIGURE.write_text(draw_svg(results["steps"]))
 
 

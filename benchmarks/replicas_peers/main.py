@@ -30,6 +30,7 @@ from shoal.core.errors import RunError
 from shoal.testing.ranks import run_on_ranks
 
 HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 DEADLINE_SECONDS = 120
 
 
@@ -198,6 +199,14 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     """Measure, print the README's table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,8 +232,10 @@ def main() -> None:
                 print(f"skipped {title}: {race.needs} is not installed; pip install 'shoal[bench]'", file=sys.stderr)
                 continue
             results["races"][title] = run_race(race, options.rounds)
-    print(as_markdown(results))
+    table = as_markdown(results)
+    print(table)
     if options.only is None:
+        write_readme(table)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {target}", file=sys.stderr)

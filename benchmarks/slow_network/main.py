@@ -22,6 +22,8 @@ from contenders import ALONE, EXTRA, NAMES, PLANS
 from hosts import Hosts, two_hosts, why_not
 from pairs import Pair
 
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 RATE = "100mbit"
 STREAMING, LONGEST = "shoal stream:80,8,9", 1.5
 """With streaming no step may be longer than this many local ones."""
@@ -190,6 +192,14 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     """Measure, print the README's table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -204,7 +214,7 @@ def main() -> None:
     wanted = options.only or [name for name in NAMES if name not in EXTRA]
     names = [name for name in NAMES if name in ("ddp", *wanted)]
     model = "tiny" if options.tiny else "full"
-    target = Path(__file__).parent / "results" / f"{date.today()}.json"
+    target = HERE / "results" / f"{date.today()}.json"
     results: dict[str, Any] = json.loads(target.read_text()) if target.exists() and not options.tiny else {}
     results |= {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor()}
     results |= {"cores": os.cpu_count(), "rate": RATE}
@@ -214,8 +224,10 @@ def main() -> None:
             results["losses"] = learn(hosts, [name for name in names if name != ALONE], options.losses, model)
         else:
             results["rows"] = measure(hosts, names, options.rounds, model)
-    print(as_markdown(results))
+    table = as_markdown(results)
+    print(table)
     if options.only is None and not options.tiny:
+        write_readme(table)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {target}", file=sys.stderr)
