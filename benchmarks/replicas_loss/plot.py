@@ -39,7 +39,7 @@ def draw_svg(steps: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 def _panel(count: str, rows: Mapping[str, Mapping[str, Any]], top: int) -> tuple[list[str], int]:
     order = sorted(rows, key=lambda name: rows[name]["loss"])
-    values = [loss for row in rows.values() for loss in row["losses"]]
+    values = [loss for row in rows.values() for loss in row["losses"].values()]
     low, high = min(values), max(values)
 
     def across(value: float) -> float:
@@ -60,7 +60,7 @@ def _panel(count: str, rows: Mapping[str, Mapping[str, Any]], top: int) -> tuple
         )
     for place, name in enumerate(order):
         row, y = rows[name], first + _ROW * place
-        ends = across(min(row["losses"])), across(max(row["losses"]))
+        ends = across(min(row["losses"].values())), across(max(row["losses"].values()))
         lines.append(
             f'<line class="grid" stroke="{_FAINT[0]}" x1="{_LEFT}" y1="{y}" x2="{_RIGHT}" y2="{y}"/>'
             f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{name}</text>'

@@ -24,11 +24,14 @@ from typing import Any
 
 import torch
 from contenders import MEAN_ELEMENTS, PERIOD
+from short_run import short_run
+
+from shoal.core.errors import RunError
+from shoal.testing.ranks import run_on_ranks
 
 HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 DEADLINE_SECONDS = 120
-SHORT_RUN = 6
-"""Steps of a run of which it is only asked whether it finishes."""
 
 
 class Pair:
@@ -54,8 +57,9 @@ class Pair:
             for rank in range(2)
         ]
 
-    def take(self, times: int) -> list[float] | None:
-        """Seconds of each piece of work, on the slower of the ranks; None when one of them has failed."""
+    def take(self, times: int) -> tuple[list[float], float] | None:
+        """Seconds of each piece of work, and processor time of one on average, on the slower of the ranks; None when one has
+        failed."""
         try:
             for rank in self.ranks:
                 rank.stdin.write(f"{times}\n")
@@ -63,7 +67,11 @@ class Pair:
         except BrokenPipeError:
             return None
         answers = [_line(rank) for rank in self.ranks]
-        return [max(both) for both in zip(*map(json.loads, answers), strict=True)] if all(answers) else None
+        if not all(answers):
+            return None
+        ranks = [json.loads(answer) for answer in answers]
+        seconds = [max(both) for both in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        return seconds, max(rank["cpu_seconds"] for rank in ranks)
 
     def end(self) -> None:
         """End both ranks and what they started."""
@@ -142,15 +150,21 @@ def run_race(race: Race, rounds: int) -> dict[str, Any]:
                 print(f"{name} failed at its start and is left out", file=sys.stderr)
                 del pairs[name]
         seconds: dict[str, list[float]] = {name: [] for name in pairs}
+        cpu: dict[str, list[float]] = {name: [] for name in pairs}
         for turn in range(rounds):
             order = list(pairs)
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 taken = pairs[name].take(race.times)
                 assert taken is not None, f"{name} failed in round {turn}"
-                seconds[name].append(race.value(taken))
+                seconds[name].append(race.value(taken[0]))
+                cpu[name].append(taken[1])
     found: dict[str, Any] = {}
     for name, own in seconds.items():
-        found[name] = {"ms": round(statistics.median(own) * 1e3, 2), "rounds_ms": [round(one * 1e3, 2) for one in own]}
+        found[name] = {
+            "ms": round(statistics.median(own) * 1e3, 2),
+            "cpu_ms": round(statistics.median(cpu[name]) * 1e3, 2),
+            "rounds_ms": [round(one * 1e3, 2) for one in own],
+        }
         if race.peer in seconds:
             ratios = [mine / theirs for mine, theirs in zip(own, seconds[race.peer], strict=True)]
             found[name]["to_peer"] = round(statistics.median(ratios), 4)
@@ -163,9 +177,11 @@ def finished(name: str, runs: int) -> dict[str, int]:
     """Of so many short runs, each in processes of its own, how many come to their end."""
     done = 0
     for place in range(runs):
-        pair = Pair(name)
-        done += pair.take(SHORT_RUN) is not None
-        pair.end()
+        try:
+            run_on_ranks(short_run, 2, name, deadline_seconds=DEADLINE_SECONDS)
+            done += 1
+        except RunError as error:
+            print(f"{name}: run {place + 1} failed: {str(error).splitlines()[0]}", file=sys.stderr)
         if (place + 1) % 10 == 0:
             print(f"{name}: {done} of {place + 1} runs finished", file=sys.stderr)
     return {"runs": runs, "finished": done}
@@ -173,14 +189,22 @@ def finished(name: str, runs: int) -> dict[str, int]:
 
 def as_markdown(results: dict[str, Any]) -> str:
     """The README's tables."""
-    lines = ["| | | ms | to the peer's | bar |", "|---|---|---|---|---|"]
-    for race, rows in results["races"].items():
+    lines = ["| | | ms | CPU ms, of a whole step | to the peer's | bar |", "|---|---|---|---|---|---|"]
+    for race, rows in results.get("races", {}).items():
         for name, row in rows.items():
             bar = f"{row['bar']}: {'met' if row['is_met'] else '**missed**'}" if "bar" in row else ""
-            lines.append(f"| {race} | {name} | {row['ms']} | {row.get('to_peer', '')} | {bar} |")
+            lines.append(f"| {race} | {name} | {row['ms']} | {row['cpu_ms']} | {row.get('to_peer', '')} | {bar} |")
     for name, row in results.get("finished", {}).items():
-        lines.append(f"| short runs | {name} | | {row['finished']} of {row['runs']} finished | |")
+        lines.append(f"| short runs | {name} | | | {row['finished']} of {row['runs']} finished | |")
     return "\n".join(lines)
+
+
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
 
 
 def main() -> None:
@@ -205,10 +229,13 @@ def main() -> None:
         for title in options.only or RACES:
             race = RACES[title]
             if race.needs and importlib.util.find_spec(race.needs) is None:
-                print(f"{race.needs} is not installed and is left out; pip install 'shoal[bench]'", file=sys.stderr)
+                print(f"skipped {title}: {race.needs} is not installed; pip install 'shoal[bench]'", file=sys.stderr)
+                continue
             results["races"][title] = run_race(race, options.rounds)
-    print(as_markdown(results))
+    table = as_markdown(results)
+    print(table)
     if options.only is None:
+        write_readme(table)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {target}", file=sys.stderr)

@@ -64,16 +64,21 @@ class Hosts:
 _BUCKET = ("burst", "64kb", "latency", "100ms")
 
 
+def why_not() -> str | None:
+    """What is missing here for two hosts; None for nothing."""
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        missing.insert(0, "root")
+    return f"network namespaces need root, iproute2 and unshare; missing: {', '.join(missing)}" if missing else None
+
+
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
     """Hosts with an unlimited cable between them.
 
     Raises:
-        SystemExit: not root, or a tool is missing; says which.
+        SystemExit: they cannot be made; says why.
     """
-    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        raise SystemExit(f"network namespaces need root and iproute2 (missing: {', '.join(missing) or 'root'})")
     names = (f"slow{os.getpid()}a", f"slow{os.getpid()}b")
     made: list[str] = []
     try:

@@ -19,20 +19,22 @@ from typing import Any
 
 import torch
 from contenders import ALONE, EXTRA, NAMES, PLANS
-from hosts import Hosts, two_hosts
+from hosts import Hosts, two_hosts, why_not
 from pairs import Pair
 
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 RATE = "100mbit"
 STREAMING, LONGEST = "shoal stream:80,8,9", 1.5
 """With streaming no step may be longer than this many local ones."""
 WARM_UP = {STREAMING: 77}
 """Steps before anything is measured, at the full speed of the machine; 3 for those that are not here. The first fragment is
-sent after step 80, and the last after step 150."""
+sent after step 80 and applied after step 89, the fifth, with which the measured ones end, after steps 120 and 129."""
 TOGETHER = 4
 """Contenders that are alive beside DDP: more do not fit the memory of a small machine."""
 TAKES = {"compute alone": 10, "torch powersgd:2": 5, "shoal powersgd:2": 5, "shoal topk:0.01": 5}
 """Steps in a turn; one for the others."""
-WHOLE = {"shoal diloco:50": 50, "shoal diloco:50 int8": 50, STREAMING: 48}
+WHOLE = {"shoal diloco:50": 50, "shoal diloco:50 int8": 50, STREAMING: 52}
 """Those that do not pay at every step: so many steps, once."""
 BARS = {
     "shoal int8": 0.30,
@@ -190,6 +192,14 @@ def as_markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     """Measure, print the README's table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,10 +208,13 @@ def main() -> None:
     parser.add_argument("--losses", type=int, help="only the losses after so many steps, added to the newest results")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out; nothing is written then")
     options = parser.parse_args()
+    if reason := why_not():
+        print(f"skipped: {reason}", file=sys.stderr)
+        return
     wanted = options.only or [name for name in NAMES if name not in EXTRA]
     names = [name for name in NAMES if name in ("ddp", *wanted)]
     model = "tiny" if options.tiny else "full"
-    target = Path(__file__).parent / "results" / f"{date.today()}.json"
+    target = HERE / "results" / f"{date.today()}.json"
     results: dict[str, Any] = json.loads(target.read_text()) if target.exists() and not options.tiny else {}
     results |= {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor()}
     results |= {"cores": os.cpu_count(), "rate": RATE}
@@ -211,8 +224,10 @@ def main() -> None:
             results["losses"] = learn(hosts, [name for name in names if name != ALONE], options.losses, model)
         else:
             results["rows"] = measure(hosts, names, options.rounds, model)
-    print(as_markdown(results))
+    table = as_markdown(results)
+    print(table)
     if options.only is None and not options.tiny:
+        write_readme(table)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {target}", file=sys.stderr)
