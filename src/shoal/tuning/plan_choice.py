@@ -58,8 +58,8 @@ def forecast_plan(recipe: Recipe, plan: Plan) -> Page:
     """
     if plan.sync != "allreduce":
         raise RequestError(
-            f"plan {str(plan)!r}: steps of islands differ, for some end with a round of sync={plan.sync}, and one is rehearsed for "
-            f"all; leave --forecast out, or play the rounds with `shoal simulate`"
+            f"plan {str(plan)!r}: steps of islands differ, for some end with a round of sync={plan.sync}, and one is "
+            f"rehearsed for all; leave --forecast out, or play the rounds with `shoal simulate`"
         )
     machine, origin = find_machine(None, num_processes=plan.world_size, log=_log)
     return {**rehearse_plan(recipe, plan, machine), "machine": origin, "runner_up": None}
