@@ -430,7 +430,7 @@ NUMERICS = [
     Mutation(
         promise=ADAPT,
         what="every step has the batch of the first",
-        file="src/shoal/trainer/batches.py",
+        file="src/shoal/engine/batches/loading.py",
         old="if (size := self._batch()) != self._size:",
         new="if (size := self._batch()) < self._size:",
         test="tests/multiproc/test_batch_schedule.py::test_two_replicas_sharded_or_not_take_the_batches_of_the_schedule",

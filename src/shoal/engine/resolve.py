@@ -15,7 +15,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.order import Position
 from shoal.data.spec import UNKNOWN_LENGTH
-from shoal.engine.batchschedule import all_batches, batch_plans, count_scheduled_steps
+from shoal.engine.batches.schedule import all_batches, batch_plans, count_scheduled_steps
 from shoal.engine.compression.settings import compression_settings as compression_settings
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig

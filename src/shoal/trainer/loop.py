@@ -28,7 +28,8 @@ from shoal.data.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
-from shoal.engine.batchschedule import batch_at
+from shoal.engine.batches.loading import Batches
+from shoal.engine.batches.schedule import batch_at
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -56,7 +57,6 @@ from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
-from shoal.trainer.batches import Batches
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
@@ -475,9 +475,8 @@ class Trainer:
         self.reporter.enter("wait: checkpoint", self.progress.step)
         self.persistence.wait()
         self.reporter.memory(self.model, self.optimizer, step=self.progress.step)
-        self.reporter.event(
-            RunEnded(status=self.status, step=self.progress.step, seconds=self.progress.trained_seconds)
-        )
+        seconds = self.progress.trained_seconds
+        self.reporter.event(RunEnded(status=self.status, step=self.progress.step, seconds=seconds))
         for hook in self.engine.hooks:
             hook.on_end(self.progress.step, self.status)
 

@@ -33,7 +33,7 @@ from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.batchform import flat_targets
 from shoal.data.loader import Microbatch
-from shoal.engine.batchschedule import most_microbatches
+from shoal.engine.batches.schedule import most_microbatches
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective
 from shoal.engine.sizes import RankPreview, measure_state
@@ -109,13 +109,13 @@ class SumsMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
-        return {key: tensor for key, (tensor, _) in self._placed().items()}
+        return {key: tensor for key, (tensor, _) in self._with_placements().items()}
 
     def placements(self) -> dict[str, Placement]:
         """Where this rank's part lies in the whole, by the name of the capture."""
-        return {key: placement for key, (_, placement) in self._placed().items()}
+        return {key: placement for key, (_, placement) in self._with_placements().items()}
 
-    def _placed(self) -> dict[str, tuple[Tensor, Placement]]:
+    def _with_placements(self) -> dict[str, tuple[Tensor, Placement]]:
         found: dict[str, tuple[Tensor, Placement]] = {}
         if self.sums is None:
             return found
