@@ -66,7 +66,7 @@ NUMERICS = [
         promise=DATA,
         what="gradients are not clipped",
         file="src/shoal/engine/model.py",
-        old="clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)",
+        old="clip_(gradients.values(), norm=norm, limit=limit, loss_scale=self._loss_scale)",
         new="clip_(gradients.values(), norm=norm, limit=None, loss_scale=self._loss_scale)",
         test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[gpt tied, clipped]",
         seconds=20,
@@ -430,7 +430,7 @@ NUMERICS = [
     Mutation(
         promise=ADAPT,
         what="every step has the batch of the first",
-        file="src/shoal/trainer/batches.py",
+        file="src/shoal/engine/batches/loading.py",
         old="if (size := self._batch()) != self._size:",
         new="if (size := self._batch()) < self._size:",
         test="tests/multiproc/test_batch_schedule.py::test_two_replicas_sharded_or_not_take_the_batches_of_the_schedule",

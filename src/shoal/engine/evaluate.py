@@ -17,7 +17,7 @@ from shoal.data.batchform import batch_of, call_model, targets_of
 from shoal.data.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source
-from shoal.engine.empty import ANY_SAMPLE
+from shoal.engine.batches.empty import ANY_SAMPLE
 from shoal.engine.metrics import GatheredMetric, Metric, MetricSums
 from shoal.engine.objective import Objective, kind_of
 from shoal.pipeline.runtime import Runtime

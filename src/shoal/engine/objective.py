@@ -23,7 +23,7 @@ from shoal.data.batchform import ModelInputs, Targets, batch_of, call_model, map
 from shoal.data.collate import settle_labels
 from shoal.data.loader import Microbatch
 from shoal.data.source import Splits
-from shoal.engine.empty import zero_of_parameters, zero_through_layers
+from shoal.engine.batches.empty import zero_of_parameters, zero_through_layers
 from shoal.engine.metrics import StepMetrics
 from shoal.engine.piggyback import StepScalars
 from shoal.models.losses import (

@@ -19,10 +19,10 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.batchschedule import most_microbatches
+from shoal.engine.batches.empty import Filler
+from shoal.engine.batches.schedule import most_microbatches
 from shoal.engine.compression import SavedSums
 from shoal.engine.config import Settings, TrainConfig
-from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.islands import Islands
 from shoal.engine.model import ParallelModel

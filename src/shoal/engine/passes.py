@@ -15,7 +15,7 @@ from shoal.comm.global_batch import ALONE, Replicas, gathering, refuse_empty
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
-from shoal.engine.empty import Filler
+from shoal.engine.batches.empty import Filler
 from shoal.engine.hooks import Hooks
 from shoal.engine.objective import Objective, kind_of
 from shoal.parallel import batchnorm

@@ -17,7 +17,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.order import Position
 from shoal.data.spec import UNKNOWN_LENGTH
-from shoal.engine.batchschedule import all_batches, batch_plans, count_scheduled_steps
+from shoal.engine.batches.schedule import all_batches, batch_plans, count_scheduled_steps
 from shoal.engine.config import Settings, TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples

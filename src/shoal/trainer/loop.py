@@ -28,7 +28,8 @@ from shoal.data.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
-from shoal.engine.batchschedule import batch_at
+from shoal.engine.batches.loading import Batches
+from shoal.engine.batches.schedule import batch_at
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
@@ -56,7 +57,6 @@ from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
-from shoal.trainer.batches import Batches
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
@@ -178,10 +178,8 @@ class Trainer:
             raise RequestError(
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
-        if (found := len(self.data.train)) != (counted := self.setup.train_samples):
-            self.reporter.warn(
-                f"the training split had {counted} samples when this run was planned, and has {found} now"
-            )
+        if (now := len(self.data.train)) != (was := self.setup.train_samples):
+            self.reporter.warn(f"the training split had {was} samples when this run was planned, and has {now} now")
 
     def _resume(self) -> None:
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)

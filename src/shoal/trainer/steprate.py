@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-from shoal.engine.batchschedule import describe_batches
+from shoal.engine.batches.schedule import describe_batches
 from shoal.engine.callbacks.adapt import Adapt
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.reporting import Reporter

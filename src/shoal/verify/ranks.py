@@ -32,7 +32,7 @@ from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.batchform import flat_targets
 from shoal.data.loader import Microbatch
-from shoal.engine.batchschedule import most_microbatches
+from shoal.engine.batches.schedule import most_microbatches
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective
 from shoal.engine.sizes import RankPreview, measure_state

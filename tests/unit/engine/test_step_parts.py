@@ -12,7 +12,7 @@ from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.data.order import Position
-from shoal.engine.empty import Filler, zero_of_parameters, zero_through_layers
+from shoal.engine.batches.empty import Filler, zero_of_parameters, zero_through_layers
 from shoal.engine.piggyback import StepScalars
 from shoal.engine.stop import StopRequest
 

@@ -2,7 +2,7 @@
 
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.engine.batchschedule import batch_problems
+from shoal.engine.batches.schedule import batch_problems
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 

@@ -6,7 +6,7 @@ from shoal.core.config import validate
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.order import Position, take
-from shoal.engine.batchschedule import all_batches, batch_at, batch_problems, most_microbatches, next_level
+from shoal.engine.batches.schedule import all_batches, batch_at, batch_problems, most_microbatches, next_level
 from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig
 from shoal.engine.resolve import count_steps, resolve_plan
