@@ -178,10 +178,8 @@ class Trainer:
             raise RequestError(
                 f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
             )
-        if (found := len(self.data.train)) != (counted := self.setup.train_samples):
-            self.reporter.warn(
-                f"the training split had {counted} samples when this run was planned, and has {found} now"
-            )
+        if (now := len(self.data.train)) != (was := self.setup.train_samples):
+            self.reporter.warn(f"the training split had {was} samples when this run was planned, and has {now} now")
 
     def _resume(self) -> None:
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
