@@ -7,7 +7,7 @@ import pytest
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.compression.exchange import CompressedSum
 from shoal.core.plan import Plan
-from shoal.engine.compression import SavedSums
+from shoal.engine.compression.saved import SavedSums
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe

@@ -108,13 +108,13 @@ class SumsMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
-        return {key: tensor for key, (tensor, _) in self._placed().items()}
+        return {key: tensor for key, (tensor, _) in self._parts().items()}
 
     def placements(self) -> dict[str, Placement]:
         """Where this rank's part lies in the whole, by the name of the capture."""
-        return {key: placement for key, (_, placement) in self._placed().items()}
+        return {key: placement for key, (_, placement) in self._parts().items()}
 
-    def _placed(self) -> dict[str, tuple[Tensor, Placement]]:
+    def _parts(self) -> dict[str, tuple[Tensor, Placement]]:
         found: dict[str, tuple[Tensor, Placement]] = {}
         if self.sums is None:
             return found

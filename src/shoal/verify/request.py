@@ -16,7 +16,7 @@ from shoal.core.plan import Plan, all_plans
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
-from shoal.engine.codec_settings import check_compression
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.meancheck import joins_batch
 from shoal.engine.parallelize import analyse
 from shoal.engine.resolve import (
