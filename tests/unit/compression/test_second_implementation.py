@@ -145,7 +145,7 @@ def summed_by_ranks(word, size, config, *, is_sharded):
         for step in range(NUM_STEPS):
             ours.begin_step(step)
             given = gradients_of(channel.rank, step)
-            ours.sum_(given)
+            ours.reduce_(given)
             if step == 3:
                 ours.forget()
             else:
