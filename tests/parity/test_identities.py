@@ -1,4 +1,4 @@
-"""Laws between plans: an average at every step is all-reduce, a complete graph is averaging, a codec that never begins is none."""
+"""Laws between plans: an average at every step is all-reduce, a complete graph averages, a codec that never begins is none."""
 
 import torch
 
