@@ -19,6 +19,7 @@ CHAIN = "resuming on other numbers of processes"
 FAMILIES = "46 models, 17 families of `transformers`"
 DRAWS = "initial weights and dropout masks"
 RESUME = "resuming ends in the same weights"
+COMPRESSED = "`compress` gives the bits of one process"
 BATCH_NORM = "batch norm's running statistics"
 PUSHES = "pushes that `compress` encodes"
 ADAPT = "rates and batches that adapt"
@@ -26,6 +27,33 @@ ADAPT = "rates and batches that adapt"
 RESUMED = "tests/multiproc/test_resume.py::test_killed_and_resumed_equals_left_alone"
 
 NUMERICS = [
+    Mutation(
+        promise=COMPRESSED,
+        what="the sum goes back without what it could not send before",
+        file="src/shoal/compression/exchange.py",
+        old="                total.add_(before[piece.name][start : start + piece.numel])",
+        new="                pass",
+        test="tests/unit/compression/test_second_implementation.py::test_sums_over_ranks_and_what_they_remember_are_the_same",
+        seconds=40,
+    ),
+    Mutation(
+        promise=COMPRESSED,
+        what="a step is compressed from another number on",
+        file="src/shoal/compression/exchange.py",
+        old="        return self.step >= self.rule.start",
+        new="        return self.step > self.rule.start",
+        test="tests/parity/test_compression.py::test_compressed_gradients_equal_one_process_that_plays_all_replicas",
+        seconds=40,
+    ),
+    Mutation(
+        promise=COMPRESSED,
+        what="a checkpoint's residuals are not read",
+        file="src/shoal/engine/compression/saved.py",
+        old="            if name in known:\n                tensors[name], placements[name] = tensor, places[name]",
+        new="            if False:\n                tensors[name], placements[name] = tensor, places[name]",
+        test="tests/multiproc/test_compression_resume.py::test_every_bug_of_a_resume_is_seen",
+        seconds=40,
+    ),
     Mutation(
         promise=FAMILIES,
         what="the most even cut is taken without a look whether it is legal",

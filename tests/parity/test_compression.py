@@ -70,7 +70,7 @@ MORE = (
     ("dp=2 compress=int4", "model.tied=true"),
     ("dp=2 pp=2 compress=int4", "model.tied=true"),
     ("dp=4 compress=onebit@2",),
-    ("dp=2 pp=2 schedule=chimera microbatches=4 compress=int4",),
+    ("dp=2 pp=2 schedule=chimera microbatches=2 compress=int4",),
     ("dp=2 zero=1", "compression.weights=int8"),
     ("dp=3 zero=3 compress=int8@2", "compression.weights=int4", "compression.block=24"),
     ("dp=2 pp=2 zero=1", "compression.weights=int8"),
