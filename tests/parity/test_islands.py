@@ -106,3 +106,20 @@ def test_every_planted_bug_of_policies_is_caught(recipe):
         for name in names:
             found = try_mutant(prover, MUTANTS[name], load_recipe(recipe), {})
             assert found.caught and found.control_ok, found
+
+
+COMPRESSED = (
+    "dp=2 sync=diloco:3 compress=int8",
+    "dp=2 sync=stream:4,2,1 compress=int4",
+    "dp=3 sync=local:3 compress=topk:0.05",
+    "islands=2 pp=2 sync=slowmo:3 compress=int4",
+    "dp=2 sync=diloco:3 compress=powersgd:2",
+    "dp=2 sync=diloco:3 compress=randk:0.1",
+)
+
+
+@pytest.mark.parametrize("plans", [COMPRESSED[1:2], pytest.param(COMPRESSED, marks=pytest.mark.soak)], ids=len)
+def test_compressed_changes_equal_one_process_that_plays_all_islands(recipe, plans):
+    with Prover(steps=3) as prover:
+        for plan in plans:
+            prove(prover, recipe, plan)

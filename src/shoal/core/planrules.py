@@ -436,7 +436,25 @@ def compress_problems(plan: PlanKeys) -> Iterator[str]:
 
 
 def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
-    yield f"compress={plan.compress} does not go with sync={plan.sync} yet; leave compress out"
+    try:
+        sync = SyncRule.parse(plan.sync)
+    except RequestError:
+        return  # Told by ``island_problems``.
+    if rule.kind in ("onebit", "dgc"):
+        yield (
+            f"compress={plan.compress} is a rule for gradients, and islands with sync={plan.sync} send changes of weights; use "
+            f"compress=int8 or compress=topk:0.01"
+        )
+    if sync.kind in ("easgd", "pushsum", "gossip"):
+        yield (
+            f"compress={plan.compress} is for the mean change of local, diloco, slowmo and stream, and sync={plan.sync} takes "
+            f"none; leave compress out, or use sync=diloco:{sync.period}"
+        )
+    if plan.zero:
+        yield (
+            f"compress={plan.compress} between islands does not go with zero={plan.zero} inside: a shard's cut would divide "
+            f"blocks and matrices, and change the result; leave compress or zero out"
+        )
 
 
 def _onebit_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:

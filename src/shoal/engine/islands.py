@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.comm.channel import Channel, TorchTransport
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.compression.exchange import CompressedSum
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
@@ -56,6 +57,8 @@ class Islands:
     """Brings weights to where forward passes read them."""
     forget: Callable[[], None]
     """Puts this rank's optimizer back to its beginning."""
+    sums: CompressedSum | None = None
+    """Adds changes up compressed; None where they go as they are."""
     goes_on: bool = False
     """An island whose step is not finite leaves it out, and comes to rounds all the same."""
     report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
@@ -202,6 +205,7 @@ class Islands:
             has_order=self._has_order,
             place=self.channel.rank,
             matrix=graph,
+            sums=self.sums,
         )
         return found if not self._is_measured else add_traffic(found, self._measuring(items, size))
 
@@ -330,6 +334,8 @@ class Islands:
         else:
             self.policy.restart()
             self.interval.restart()
+            if self.sums is not None:
+                self.sums.reset()
             self._since.zero_()
             self._rounds.zero_()
 
@@ -344,8 +350,21 @@ class Islands:
                     key = f"{prefix}{where}/{what}/{self.saved_names[name]}"
                     tensors[key], placements[key] = tensor, self.placements[name]
         numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
+        numbers |= self._unsent()
         shared = {"since": self._since, "round": self._rounds, **self.interval.numbers()}
         numbers |= {f"shared/{what}": number for what, number in shared.items()}
         for what, number in numbers.items():
             tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)
         return tensors, placements
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """What compressed sums remember on this rank: each rank's own, for the same plan to go on from."""
+        if self.sums is None:
+            return {}
+        kept = {(what, name): one for what, named in self.sums.own_state().items() for name, one in named.items()}
+        shared = self.sums.shared_state()
+        kept |= {(what, name): one[0] for what, named in shared.items() for name, one in named.items()}
+        prefix = f"{self.channel.rank}/compress-{self.sums.rule.kind}"
+        return {
+            f"{prefix}/{what}/{self.inside.rank}/{self.saved_names[name]}": one for (what, name), one in kept.items()
+        }

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from shoal.comm.global_batch import replicas_of
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
+from shoal.compression.exchange import CompressedSum
+from shoal.compression.layout import TensorPart
 from shoal.core.axes import Axis
 from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
@@ -392,12 +394,24 @@ def _build_islands(
     order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
     # Every rank makes it, or none: the rule is the plan's.
     overlaps = rule.kind == "stream" and rule.delay > 0
+    background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
+    sums = None
+    if parts.plan.compress is not None:
+        sums = CompressedSum(
+            {name: TensorPart(tuple(weight.shape)) for name, weight in weights.items()},
+            CompressRule.parse(parts.plan.compress),
+            settings.compression,
+            background or channel,
+            seed=settings.train.seed,
+            device=parts.world.device,
+        )
     island = Island(
         channel=channel,
         weights=weights,
         seed=settings.train.seed,
         inside=parts.mesh.everyone,
-        background=parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None,
+        background=background,
+        sums=sums,
         rank=parts.world.rank,
         deadline_seconds=parts.world.deadline_seconds,
     )
@@ -416,6 +430,7 @@ def _build_islands(
         device=parts.world.device,
         publish=reduction.publish,
         forget=lambda: reset_state(optimizer),
+        sums=sums,
         goes_on=settings.train.nonfinite == "skip",
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.compression.exchange import CompressedSum
 from shoal.core.axes import Axis
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.exchange import BUCKET_ELEMENTS
@@ -50,6 +51,7 @@ def step_traffic(
     has_order: bool,
     place: int = 0,
     matrix: Matrix | None = None,
+    sums: CompressedSum | None = None,
 ) -> TrafficCounts:
     """What one rank sends to other islands in step number ``step``, counted from 0.
 
@@ -61,6 +63,7 @@ def step_traffic(
         has_order: the channel adds in the order of ranks by itself.
         place: of the rank's island, for gossip.
         matrix: the weights of this round's graph, for gossip.
+        sums: what changes went through in the last round, where they go compressed.
     """
     found: TrafficCounts = {}
     everything = list(sizes.elements.values())
@@ -75,7 +78,8 @@ def step_traffic(
             if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
                 names = set(sizes.order[fragment :: rule.fragments])
                 part = [count for name, count in sizes.elements.items() if name in names]
-                found = add_traffic(found, _told(sizes), summed_traffic(part, sizes.item_bytes, has_order=has_order))
+                dense = summed_traffic(part, sizes.item_bytes, has_order=has_order)
+                found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
         sent = receivers * sum(everything) * sizes.item_bytes
@@ -84,6 +88,8 @@ def step_traffic(
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
     elif is_round:
         summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
+        if sums is not None:
+            summed = sums.forecast_traffic()
         found = add_traffic(_looked(sizes), _told(sizes), summed)
     if rule.seconds is not None and step >= rule.start:
         found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})

@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,7 +93,17 @@ class GradientRecorder(Hook):
 def compressed_sums(trainer: Trainer) -> CompressedSum | None:
     """The sums of a trainer that go compressed, between replicas or between islands; None where none do."""
     exchange = trainer.engine.reduction.exchange
+    if trainer.engine.islands is not None:
+        return trainer.engine.islands.sums
     return None if exchange is None else exchange.sums
+
+
+def sums_memory(trainer: Trainer) -> "SumsMemory":
+    """What the compressed sums of a trainer remember."""
+    islands = trainer.engine.islands
+    if islands is None:
+        return SumsMemory(compressed_sums(trainer))
+    return SumsMemory(compressed_sums(trainer), islands.close, is_of_islands=True)
 
 
 @dataclass(frozen=True)
@@ -104,11 +114,22 @@ class SumsMemory:
     """
 
     sums: CompressedSum | None
+    settle: Callable[[], None] = lambda: None
+    """Waits for a sum that is under way beside the steps, which is when it is known what it leaves unsent."""
+    is_of_islands: bool = False
+    """Each island is compared by itself, and none has all of what the owners of a sum did not send back: the next round shows
+    it."""
+
+    def _shared(self) -> dict[str, dict[str, tuple[Tensor, int, int]]]:
+        assert self.sums is not None
+        found = self.sums.shared_state()
+        return {what: named for what, named in found.items() if not (self.is_of_islands and what == "sum_residual")}
 
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
         if self.sums is None:
             return {}
+        self.settle()
         rank = self.sums.channel.rank
         own = {
             f"optimizer/{name}/{what}-{rank}": tensor
@@ -117,7 +138,7 @@ class SumsMemory:
         }
         return own | {
             f"optimizer/{name}/{what}": tensor
-            for what, by_name in self.sums.shared_state().items()
+            for what, by_name in self._shared().items()
             for name, (tensor, _, _) in by_name.items()
         }
 
@@ -127,7 +148,7 @@ class SumsMemory:
             return {}
         return {
             f"optimizer/{name}/{what}": place_whole((rows, *tensor.shape[1:])).rows(start, start + tensor.shape[0])
-            for what, by_name in self.sums.shared_state().items()
+            for what, by_name in self._shared().items()
             for name, (tensor, start, rows) in by_name.items()
         }
 
@@ -174,7 +195,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
-    summed, memory = GradientRecorder(), SumsMemory(compressed_sums(trainer))
+    summed, memory = GradientRecorder(), sums_memory(trainer)
     trainer.engine.add_hook(summed)
     counted: list[TrafficCounts] = []
     expected: list[TrafficCounts] = []

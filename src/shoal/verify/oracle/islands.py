@@ -223,9 +223,14 @@ class Agreement:
         return due
 
     def memory(self, island: int) -> Weights:
-        """What an island remembers of changes that it could not send, by the names that captures use."""
+        """What an island remembers of changes that it could not send, by the names that captures use; without what is left of
+        the way back, of which every island has a slice."""
         found = self.sums.memory() if self.sums is not None else {}
-        return {f"optimizer/{key}": value for key, value in found.items() if owner_of(key) in (None, island)}
+        return {
+            f"optimizer/{key}": value
+            for key, value in found.items()
+            if owner_of(key) in (None, island) and not key.endswith("/sum_residual")
+        }
 
     def _add_up(self, changes: Mapping[str, Sequence[Tensor]], step: int) -> Weights:
         """What islands send, added in their order, by what of it goes through where it goes compressed."""
