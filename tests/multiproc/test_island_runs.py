@@ -15,6 +15,7 @@ PLANS = (
     "dp=2 sync=stream:4,1,2 compress=int4",
     "dp=3 sync=pushsum:random",
     "islands=2 dp=2 zero=3 sync=easgd:4",
+    pytest.param("dp=2 sync=sparse:3,0.1", marks=pytest.mark.soak),
 )
 
 

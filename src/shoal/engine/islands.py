@@ -200,6 +200,7 @@ class Islands:
                 order=sorted(self.saved_names),
                 islands=self.channel.size,
                 inside=self.inside.size,
+                sparse_bits=self.config.sparse_bits,
             ),
             is_round=is_round,
             has_order=self._has_order,

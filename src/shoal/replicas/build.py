@@ -9,6 +9,7 @@ from shoal.replicas.easgd import ElasticAveraging
 from shoal.replicas.gossip import Gossip
 from shoal.replicas.policy import Island, Policy
 from shoal.replicas.refusals import check_fragments
+from shoal.replicas.sparse import SparseAveraging
 from shoal.replicas.streaming import Streaming
 
 
@@ -29,6 +30,8 @@ def build_policy(island: Island, rule: SyncRule, config: ReplicaConfig, *, order
             return Averaging(island, rule, config)
         case "easgd":
             return ElasticAveraging(island, config)
+        case "sparse":
+            return SparseAveraging(island, rule, config)
         case "stream":
             check_fragments(rule, len(order))
             return Streaming(island, rule, config, order)

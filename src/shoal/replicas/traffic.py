@@ -13,6 +13,7 @@ from shoal.core.axes import Axis
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.exchange import BUCKET_ELEMENTS
 from shoal.replicas.graphs import Matrix
+from shoal.replicas.sparse import payload_bytes
 
 TOLD_EVERY = 10
 """Steps after which islands ask each other whether to stop, where rounds are not held more often."""
@@ -34,6 +35,8 @@ class Sizes:
     islands: int
     inside: int
     """Ranks of an island."""
+    sparse_bits: int = 32
+    """Of each value, where the rule is sparse."""
 
 
 def tells_stop(rule: SyncRule, step: int, *, is_round: bool) -> bool:
@@ -86,6 +89,10 @@ def step_traffic(
         calls = 2 if rule.kind == "pushsum" else 1
         numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
+    elif is_round and rule.kind == "sparse":
+        own = payload_bytes(everything, rule.keep, bits=sizes.sparse_bits, item_bytes=sizes.item_bytes)
+        gathered = {(_AXIS, "all_gather"): Traffic(calls=1, num_bytes=own * sizes.islands)}
+        found = add_traffic(_looked(sizes), _told(sizes), gathered)
     elif is_round:
         summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
         if sums is not None:

@@ -171,6 +171,8 @@ class Agreement:
         self.in_flight: Weights = {}
         self.left_out: list[int] = []
         """Islands whose change was not finite in the round that was just applied."""
+        self.unsent = [{name: torch.zeros_like(self.agreed[name]) for name in self.names} for _ in islands]
+        """What each island of sparse has not sent."""
         self.missing: dict[int, list[int]] = {}
         """The same of the fragments that are under way."""
         self.samples = {name: [0] * len(islands) for name in self.names}
@@ -184,6 +186,7 @@ class Agreement:
             "diloco": self._diloco,
             "slowmo": self._slowmo,
             "easgd": self._easgd,
+            "sparse": self._sparse,
             "stream": self._stream,
             "gossip": self._gossip,
             "pushsum": self._gossip,
@@ -302,6 +305,42 @@ class Agreement:
             self.agreed[name] = self.agreed[name] - (self.settings["slow_lr"] * lr) * self.momentum[name]
             self._take_agreed(name)
         return True
+
+    def _sparse(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        self.left_out = []
+        sent: list[Weights] = []
+        for number, (own, unsent) in enumerate(zip(self.islands, self.unsent, strict=True)):
+            for name in self.names:
+                unsent[name] = self.settings["sparse_decay"] * unsent[name] + (self.agreed[name] - own[name])
+            if not all(bool(torch.isfinite(one).all()) for one in unsent.values()):
+                self.left_out.append(number)
+                unsent |= {name: torch.zeros_like(one) for name, one in unsent.items()}
+            sent.append({name: self._largest(unsent[name]) for name in self.names})
+            for name in self.names:
+                unsent[name] = unsent[name] - sent[-1][name]
+        for name in self.names:
+            mean = _sum([torch.zeros_like(self.agreed[name]), *(one[name] for one in sent)])
+            self.agreed[name] = self.agreed[name] - mean / (len(self.islands) - len(self.left_out))
+            self._take_agreed(name)
+        return True
+
+    def _largest(self, given: Tensor) -> Tensor:
+        """The largest of every 4096 elements, as they are or by four levels, and zeros elsewhere."""
+        flat = given.reshape(-1).numpy()
+        found = np.zeros_like(flat)
+        for first in range(0, len(flat), 4096):
+            chunk = flat[first : first + 4096]
+            places = np.argsort(-np.abs(chunk), kind="stable")[: max(1, int(self.rule.keep * len(chunk)))]
+            values = chunk[places]
+            if self.settings["sparse_bits"] == 2:
+                top = np.abs(values).max()
+                far = np.abs(values) > top * values.dtype.type(2 / 3)
+                levels = np.where(far, np.float32(1.0), np.float32(1 / 3)) * np.float32(top)
+                values = np.where(values < 0, -levels, levels).astype(chunk.dtype)
+            found[first + places] = values
+        return torch.from_numpy(found).view_as(given)
 
     def _easgd(self, step: int, lr: float) -> bool:
         if not self._is_round(step, lr):
