@@ -72,6 +72,8 @@ class Islands:
     """Steps since the last round."""
     _rounds: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     """Rounds so far: the number of the next one."""
+    _taken: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Steps so far, where a script takes them and nobody numbers them."""
     _last_round: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,11 @@ class Islands:
         """The mean of the islands' gradients, in place."""
         mean_over_islands_(gradients, self.channel)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that a script takes next."""
+        return int(self._taken)
+
     def before_update(self) -> None:
         """The optimizer is about to step."""
         self.policy.before_update()
@@ -107,6 +114,7 @@ class Islands:
             lr: its rate.
             samples: that this island learnt from in it.
         """
+        self._taken.fill_(step + 1)
         if self.sums_gradients(step):
             if step + 1 == self.rule.start:
                 self.policy.restart()
@@ -339,6 +347,7 @@ class Islands:
                 self.sums.reset()
             self._since.zero_()
             self._rounds.zero_()
+            self._taken.zero_()
 
     def _policy_tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         state = self.policy.state()
@@ -352,7 +361,7 @@ class Islands:
                     tensors[key], placements[key] = tensor, self.placements[name]
         numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
         numbers |= self._unsent()
-        shared = {"since": self._since, "round": self._rounds, **self.interval.numbers()}
+        shared = {"since": self._since, "round": self._rounds, "taken": self._taken, **self.interval.numbers()}
         numbers |= {f"shared/{what}": number for what, number in shared.items()}
         for what, number in numbers.items():
             tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)

@@ -172,7 +172,7 @@ class ParallelModel:
             self.passes.enter("optimizer", step)
             self.step(lr=lr() if callable(lr) else lr, number=step)
         elif self.islands is not None and self.islands.goes_on:
-            self._pass_over(lr=lr() if callable(lr) else lr, number=step)
+            self.pass_over(lr=lr() if callable(lr) else lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -256,18 +256,32 @@ class ParallelModel:
         rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
         islands.after_update(number, lr=float(rate), samples=samples)
 
-    def _pass_over(self, *, lr: float | None, number: int) -> None:
-        """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others."""
-        assert self.islands is not None
+    def pass_over(self, *, lr: float | None = None, number: int | None = None) -> None:
+        """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others.
+
+        Args:
+            lr: its rate; None for that of the optimizer's groups.
+            number: of the step; None for the next one.
+        """
+        if self.islands is None:
+            return
+        number = self.islands.next_step if number is None else number
         self.islands.before_update()
         self._meet(self.islands, number, lr=lr, samples=0)
+        self.reduction.publish()
+
+    def stepped_by_script(self) -> None:
+        """A script's own optimizer has stepped: islands meet, and weights go to where forward passes read them."""
+        if self.islands is not None:
+            self._meet(self.islands, self.islands.next_step, lr=None, samples=self._samples)
+            self.islands.end_step()
         self.reduction.publish()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
         if self.passes.has_batch_norm:
             batchnorm.fold(self.model, keep=is_taken)
-        if self.islands is not None and is_taken:
+        if self.islands is not None and is_taken and not self.publishes_by_itself:
             self.islands.end_step()
 
     def _sum_gradients(self, step: int) -> None:

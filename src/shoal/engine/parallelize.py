@@ -160,7 +160,6 @@ def _make_optimizer(
         made = build_optimizer(settings.optim, model, updated=reduction.updated, norms=norms, groups=groups)
     else:
         made = given.adopt(reduction.updated)
-        made.register_step_post_hook(lambda *_: reduction.publish())
     initialise_state(made)
     if reduction.exchange is not None:
         # Every way to take a step comes by here, a script's own too; one that is not taken does not.
@@ -359,6 +358,10 @@ def _assemble(
         saved_sums=_save_sums(passes.reduction, outline),
         needs_exact_norm=settings.optim.adapt == "adascale",
     )
+    if is_given:
+        if (islands := assembled.islands) is not None:
+            optimizer.register_step_pre_hook(lambda *_: islands.before_update())
+        optimizer.register_step_post_hook(lambda *_: assembled.stepped_by_script())
     remember(assembled)
     for hook in assembled.hooks:
         hook.on_attach(assembled)
