@@ -116,6 +116,8 @@ COMPRESSED = (
     "islands=2 pp=2 sync=slowmo:3 compress=int4",
     "dp=2 sync=diloco:3 compress=powersgd:2",
     "dp=2 sync=diloco:3 compress=randk:0.1",
+    "dp=3 sync=gossip:ring compress=int4",
+    "dp=3 sync=gossip:complete,2 compress=topk:0.1",
 )
 
 
@@ -125,7 +127,9 @@ def test_sparse_changes_equal_the_oracle(recipe):
         prove(prover, recipe, "islands=2 pp=2 sync=sparse:3,0.1")
 
 
-@pytest.mark.parametrize("plans", [COMPRESSED[1:2], pytest.param(COMPRESSED, marks=pytest.mark.soak)], ids=len)
+@pytest.mark.parametrize(
+    "plans", [COMPRESSED[1:2], *(pytest.param((plan,), marks=pytest.mark.soak) for plan in COMPRESSED)], ids=str
+)
 def test_compressed_changes_equal_one_process_that_plays_all_islands(recipe, plans):
     with Prover(steps=3) as prover:
         for plan in plans:

@@ -452,7 +452,15 @@ def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
             f"compress={plan.compress} is a rule for gradients, and islands with sync={plan.sync} send changes of weights; use "
             f"compress=int8 or compress=topk:0.01"
         )
-    if sync.kind in ("easgd", "pushsum", "gossip", "sparse"):
+    if sync.kind == "gossip":
+        if sync.graph in ("exponential", "random"):
+            yield (
+                f"compress={plan.compress} remembers what neighbours were told, and those of sync={plan.sync} change; use "
+                f"sync=gossip:ring, or leave compress out"
+            )
+        if rule.kind not in ("fp16", "bf16", "fp8", "int8", "int4", "sign", "topk"):
+            yield f"compress={plan.compress} does not go with sync={plan.sync}; use compress=int8 or compress=topk:0.1"
+    if sync.kind in ("easgd", "pushsum", "sparse"):
         yield (
             f"compress={plan.compress} is for the mean change of local, diloco, slowmo and stream, and sync={plan.sync} takes "
             f"none; leave compress out, or use sync=diloco:{sync.period}"

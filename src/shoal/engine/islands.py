@@ -21,6 +21,7 @@ from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
 from shoal.engine.state import RankState
 from shoal.engine.stop import StopRequest
+from shoal.replicas.choco import CompressedGossip
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
@@ -209,6 +210,7 @@ class Islands:
                 islands=self.channel.size,
                 inside=self.inside.size,
                 sparse_bits=self.config.sparse_bits,
+                message_bytes=self.policy.message_bytes(step) if isinstance(self.policy, CompressedGossip) else None,
             ),
             is_round=is_round,
             has_order=self._has_order,
@@ -366,6 +368,12 @@ class Islands:
         for what, number in numbers.items():
             tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)
         return tensors, placements
+
+    def num_state_bytes(self) -> int:
+        """Bytes of the policy's copies: agreed weights, momentum, what is in flight or not sent yet."""
+        state = self.policy.state()
+        groups = (*state.shared.values(), *state.own.values())
+        return sum(tensor.nbytes for named in groups for tensor in named.values())
 
     def _unsent(self) -> dict[str, Tensor]:
         """What compressed sums remember on this rank: each rank's own, for the same plan to go on from."""

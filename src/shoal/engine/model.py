@@ -257,12 +257,7 @@ class ParallelModel:
         islands.after_update(number, lr=float(rate), samples=samples)
 
     def pass_over(self, *, lr: float | None = None, number: int | None = None) -> None:
-        """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others.
-
-        Args:
-            lr: its rate; None for that of the optimizer's groups.
-            number: of the step; None for the next one.
-        """
+        """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others."""
         if self.islands is None:
             return
         number = self.islands.next_step if number is None else number

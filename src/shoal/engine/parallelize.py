@@ -1,6 +1,6 @@
 """Lays a model out as its plan wants it: the one place where plan, mesh, model and optimizer meet."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from shoal.comm.global_batch import replicas_of
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
+from shoal.compression.build import build_codec
 from shoal.compression.exchange import CompressedSum
-from shoal.compression.layout import TensorPart
+from shoal.compression.layout import TensorPart, is_compressed
 from shoal.core.axes import Axis
 from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
@@ -54,7 +55,7 @@ from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
 from shoal.replicas.build import build_policy
-from shoal.replicas.policy import Island
+from shoal.replicas.policy import Coding, Island
 from shoal.telemetry.statusboard import RankStatus
 
 
@@ -398,8 +399,10 @@ def _build_islands(
     # Every rank makes it, or none: the rule is the plan's.
     overlaps = rule.kind == "stream" and rule.delay > 0
     background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
-    sums = None
-    if parts.plan.compress is not None:
+    coding, sums = None, None
+    if parts.plan.compress is not None and rule.kind == "gossip":
+        coding = _build_coding(CompressRule.parse(parts.plan.compress), settings, weights)
+    elif parts.plan.compress is not None:
         sums = CompressedSum(
             {name: TensorPart(tuple(weight.shape)) for name, weight in weights.items()},
             CompressRule.parse(parts.plan.compress),
@@ -415,6 +418,7 @@ def _build_islands(
         inside=parts.mesh.everyone,
         background=background,
         sums=sums,
+        coding=coding,
         rank=parts.world.rank,
         deadline_seconds=parts.world.deadline_seconds,
     )
@@ -436,6 +440,14 @@ def _build_islands(
         sums=sums,
         goes_on=settings.train.nonfinite == "skip",
     )
+
+
+def _build_coding(rule: CompressRule, settings: Settings, weights: Mapping[str, torch.Tensor]) -> Coding:
+    """How messages of gossip are coded."""
+    codec = build_codec(rule, settings.compression)
+    assert codec is not None, "the plan's check refuses codecs of whole matrices with gossip"
+    names = {name for name, weight in weights.items() if is_compressed(tuple(weight.shape), rule, settings.compression)}
+    return Coding(codec=codec, names=frozenset(names), start=rule.start)
 
 
 def example_of(data: Splits) -> ModelInputs:

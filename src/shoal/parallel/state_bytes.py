@@ -27,6 +27,8 @@ class StateBytes:
     optimizer: int
     working: int = 0
     """Pool buffers: units gathered at stage 3, and buckets of gradients in flight at stages 2 and 3."""
+    islands: int = 0
+    """What a policy between islands keeps: agreed weights, momentum, changes in flight."""
 
 
 def predict_state_bytes(
@@ -38,6 +40,7 @@ def predict_state_bytes(
     data_rank: int,
     num_microbatches: int,
     optim: OptimConfig,
+    num_copies: int = 0,
 ) -> StateBytes:
     """What a rank will keep of a model's trainable parameters.
 
@@ -49,13 +52,14 @@ def predict_state_bytes(
         data_rank: this rank's place along it.
         num_microbatches: microbatches of one step.
         optim: the ``[optim]`` section.
+        num_copies: that a policy between islands keeps of what the rank updates.
     """
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
-        return StateBytes(weights=num_bytes, gradients=num_bytes, optimizer=state)
+        return StateBytes(weights=num_bytes, gradients=num_bytes, optimizer=state, islands=num_copies * num_bytes)
     layout = lay_out(model, analysis, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
     keeps_whole = stage == 1 or num_microbatches > 1
@@ -67,6 +71,7 @@ def predict_state_bytes(
         gradients=whole if keeps_whole else shard,
         optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
         working=working * itemsize,
+        islands=num_copies * sum(pieces) * itemsize,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import Averaging
+from shoal.replicas.choco import CompressedGossip
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.easgd import ElasticAveraging
 from shoal.replicas.gossip import Gossip
@@ -36,4 +37,4 @@ def build_policy(island: Island, rule: SyncRule, config: ReplicaConfig, *, order
             check_fragments(rule, len(order))
             return Streaming(island, rule, config, order)
         case _:
-            return Gossip(island, rule)
+            return Gossip(island, rule) if island.coding is None else CompressedGossip(island, rule, config)

@@ -20,6 +20,8 @@ class ReplicaConfig(Config):
     """Rate of the slow step of slowmo."""
     slow_momentum: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the slow step of slowmo."""
+    gossip_rate: float = Field(default=0.5, gt=0, le=1)
+    """How far an island of gossip with compress goes to what it knows of its neighbours; the coarser the codec, the less."""
     pull: float | None = Field(default=None, gt=0, lt=1)
     """Share of the way to the center that an island of easgd goes at a round; 0.9 over the number of islands when left out."""
     sparse_decay: float = Field(default=0.95, ge=0, le=1)

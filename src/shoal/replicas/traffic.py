@@ -35,6 +35,8 @@ class Sizes:
     islands: int
     inside: int
     """Ranks of an island."""
+    message_bytes: int | None = None
+    """Of a message of gossip, where it is compressed."""
     sparse_bits: int = 32
     """Of each value, where the rule is sparse."""
 
@@ -85,7 +87,8 @@ def step_traffic(
                 found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
-        sent = receivers * sum(everything) * sizes.item_bytes
+        message = sizes.message_bytes
+        sent = receivers * (sum(everything) * sizes.item_bytes if message is None else message)
         calls = 2 if rule.kind == "pushsum" else 1
         numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}

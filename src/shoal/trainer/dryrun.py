@@ -171,6 +171,7 @@ def _sizes_of(preview: RankPreview, optim: OptimConfig, num_copies: int) -> dict
         "gradients": sizes.gradients,
         "optimizer": sizes.optimizer,
         "working": sizes.working,
+        **({"islands": sizes.islands} if sizes.islands else {}),
     }
     return {**parts, "total": sum(parts.values())}
 

@@ -20,6 +20,7 @@ from shoal.core.seeding import derive_key
 from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.codecs import key_of, largest_places, only
 from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
@@ -171,6 +172,9 @@ class Agreement:
         self.in_flight: Weights = {}
         self.left_out: list[int] = []
         """Islands whose change was not finite in the round that was just applied."""
+        self.told = [{name: own[name].clone() for name in self.names} for own in self.islands]
+        self.heard = [{name: own[name].clone() for name in self.names} for own in self.islands]
+        """What each island has told of its weights, and the mean of what its neighbours have, where gossip is compressed."""
         self.unsent = [{name: torch.zeros_like(self.agreed[name]) for name in self.names} for _ in islands]
         """What each island of sparse has not sent."""
         self.missing: dict[int, list[int]] = {}
@@ -228,7 +232,7 @@ class Agreement:
     def memory(self, island: int) -> Weights:
         """What an island remembers of changes that it could not send, by the names that captures use; without what is left of
         the way back, of which every island has a slice."""
-        found = self.sums.memory() if self.sums is not None else {}
+        found = self.sums.memory() if self.sums is not None and self.rule.kind != "gossip" else {}
         return {
             f"optimizer/{key}": value
             for key, value in found.items()
@@ -383,7 +387,33 @@ class Agreement:
                 agrees = count == 1 and delay == 0 and not keeps
         return agrees
 
+    def _choco(self, step: int) -> None:
+        """Koloskova et al. 2019, algorithm 2: what each island has told of itself (h), and the mean of that (s)."""
+        sums = self.sums
+        assert sums is not None
+        for name in self.names:
+            sent: list[Tensor] = []
+            for island, own in enumerate(self.islands):
+                flat = (own[name] - self.told[island][name]).reshape(-1).numpy()
+                if name in sums.names and sums.is_compressed(step):
+                    if sums.rule.kind == "topk":
+                        flat = only(flat, largest_places(flat, sums.rule.number))
+                    else:
+                        flat = sums.code(flat, key_of(self.seed, step, f"{name}/{island}"), name)
+                sent.append(torch.from_numpy(flat).view_as(own[name]))
+            for island, row in enumerate(self._shares_of_round()):
+                self.told[island][name] = self.told[island][name] + sent[island]
+                for one, share in zip(sent, row, strict=True):
+                    if share:
+                        self.heard[island][name] = self.heard[island][name] + one * share
+                way = self.heard[island][name] - self.told[island][name]
+                self.islands[island][name].copy_(self.islands[island][name] + self.settings["gossip_rate"] * way)
+
     def _gossip(self, step: int, lr: float) -> bool:
+        if self.sums is not None:
+            if self._is_round(step, lr):
+                self._choco(step)
+            return False
         if self._is_round(step, lr):
             shares = self._shares_of_round()
             for name in self.names:

@@ -173,7 +173,8 @@ class CompressedSums:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/residual-{rank}"] = wanted - sent
 
-    def _code(self, flat: Floats, key: int, name: str) -> Floats:
+    def code(self, flat: Floats, key: int, name: str) -> Floats:
+        """What is left of a tensor that was coded element by element."""
         codec = block_codec(self.rule, block=self._settings["block"], at_random=self._settings["round"] == "keyed")
         edges = [*self._slices.get(name, (0,)), flat.size]
         parts = [codec(flat[start:stop], key, start) for start, stop in pairwise(edges)]
@@ -183,7 +184,7 @@ class CompressedSums:
         sent = []
         for rank, own in enumerate(given):
             wanted = self._wanted(name, rank, own)
-            sent.append(self._code(wanted, key_of(self.seed, number, f"{name}/{rank}"), name))
+            sent.append(self.code(wanted, key_of(self.seed, number, f"{name}/{rank}"), name))
             self._keep(name, rank, wanted, sent[-1])
         total = sent[0]
         for one in sent[1:]:
@@ -194,7 +195,7 @@ class CompressedSums:
             return total
         if self._remembers:
             total = total + self._kept[f"{name}/sum_residual"]
-        back = self._code(total, key_of(self.seed, number, f"{name}/sum"), name)
+        back = self.code(total, key_of(self.seed, number, f"{name}/sum"), name)
         if self._remembers:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/sum_residual"] = total - back
