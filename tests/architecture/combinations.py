@@ -25,6 +25,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "cp alltoall": {"cp": 2, "cp_kind": "alltoall"},
     "pp": {"pp": 2, "schedule": "1f1b"},
     "pp, pipedream": {"pp": 2, "schedule": "pipedream"},
+    "compress": {"dp": 2, "compress": "int8"},
     "islands": {"islands": 2, "sync": "diloco:20"},
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},

@@ -6,7 +6,8 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.trainer.config import load_recipe
-from shoal.verify.mutants.catalogue import MUTANTS, Death
+from shoal.verify.mutants.catalogue import MUTANTS
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from shoal.verify.session import try_mutant

@@ -83,7 +83,7 @@ NUMERICS = [
         promise=DATA,
         what="gradients are not clipped",
         file="src/shoal/engine/model.py",
-        old="clip_(gradients.values(), norm=norm, limit=self.max_norm, loss_scale=self._loss_scale)",
+        old="clip_(gradients.values(), norm=norm, limit=limit, loss_scale=self._loss_scale)",
         new="clip_(gradients.values(), norm=norm, limit=None, loss_scale=self._loss_scale)",
         test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[gpt tied, clipped]",
         seconds=20,

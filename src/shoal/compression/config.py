@@ -28,6 +28,8 @@ class CompressionConfig(Config):
     """Momentum that ``dgc`` accumulates with before it selects."""
     warmup: int = Field(default=0, ge=0)
     """Steps over which ``dgc`` lowers its ratio to the plan's."""
+    weights: Literal["none", "int8", "int4"] = "none"
+    """Under ZeRO, what weights are gathered as; passes and evaluations read them so; float32 masters are trained and saved."""
     min_rate: float = Field(default=2.0, gt=0)
     """``powersgd`` leaves a matrix alone unless its factors are so many times smaller than the matrix."""
 

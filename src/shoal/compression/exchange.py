@@ -1,7 +1,7 @@
 """Sums over ranks with fewer bytes: tensors of one step in, their sum over the ranks of a channel out, what was lost kept.
 
     exchange.begin_step(step)
-    exchange.sum_({"w": gradient, ...})     # in place, the same names on every rank
+    exchange.reduce_({"w": gradient, ...})     # in place, the same names on every rank
     exchange.commit()                       # the step was taken; otherwise the state stays that from before it
 
 Collectives are called here and nowhere else in this room, from the thread that trains and in one order: torch's own PowerSGD hook
@@ -80,6 +80,8 @@ class CompressedSum:
         self.rule, self.config, self.channel, self.seed = rule, config, channel, seed
         self.owned = owned
         self.step = 0
+        self.numbers: dict[str, Tensor] = {}
+        """Further numbers that belong to the state, by name, the same on all ranks."""
         self.sent_counts: list[int] = []
         """Elements of each tensor that each rank sent at the last sum, where only the values tell (``threshold``)."""
         self._summed = frozenset(self.parts)
@@ -97,6 +99,11 @@ class CompressedSum:
                 if owned is None
                 else cut_as_owned(self.compressed, owned, block)
             )
+        self._own_ranges: dict[str, tuple[int, int]] = {}
+        """Of the tensors that this rank adds up a slice of: the slice's first element and its end."""
+        for piece in self._pieces[channel.rank] if self._pieces else ():
+            start, _ = self._own_ranges.get(piece.name, (piece.start, 0))
+            self._own_ranges[piece.name] = (start, piece.stop)
         self._state: State = {}
         self._pending: State = {}
         self._spare: State = {}
@@ -120,7 +127,7 @@ class CompressedSum:
         self.forget()
 
     @torch.no_grad()
-    def sum_(self, tensors: Mapping[str, Tensor]) -> None:
+    def reduce_(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace tensors by their sums over the ranks, in the order of ranks. Under ZeRO only the owned elements are defined.
 
         Args:
@@ -152,13 +159,13 @@ class CompressedSum:
                 # Memory changes hands and tensors stay the same objects: whoever holds one sees the new state.
                 kept, before = self._state[what][name], self._state[what][name].detach()
                 kept.data = tensor
-                self._spare.setdefault(what, {})[name] = before
+                self._spare[what][name] = before
         self._pending = {}
 
     def forget(self) -> None:
         """The step was not taken: the state stays that from before it."""
         for what, found in self._pending.items():
-            self._spare.setdefault(what, {}).update(found)
+            self._spare[what].update(found)
         self._pending = {}
 
     def forecast_traffic(self) -> TrafficCounts:
@@ -180,6 +187,8 @@ class CompressedSum:
     def reset(self) -> None:
         """The state of a run's start."""
         self.forget()
+        for number in self.numbers.values():
+            number.zero_()
         self._state = {}
         if self.rule.kind == "dgc":
             self._state = {"momentum": self._zeros(), "unsent": self._zeros()}
@@ -187,10 +196,14 @@ class CompressedSum:
             self._state = {"residual": self._zeros()}
         if self._has_residual and self.answers_both_ways:
             self._state["sum_residual"] = {
-                piece.name: torch.zeros(piece.numel, device=self.device) for piece in self._pieces[self.channel.rank]
+                name: torch.zeros(stop - start, device=self.device) for name, (start, stop) in self._own_ranges.items()
             }
         if self._way == "factors":
             self._state["right"] = {name: self._first_right(name, part) for name, part in self.compressed.items()}
+        self._spare = {
+            what: {name: torch.empty_like(tensor) for name, tensor in found.items()}
+            for what, found in self._state.items()
+        }
 
     def own_state(self) -> State:
         """What differs from rank to rank: live, flat tensors of what the rank holds of each parameter."""
@@ -200,9 +213,8 @@ class CompressedSum:
         """What the ranks have together: live tensors, the row at which each lies in the whole, and the whole's rows."""
         found: dict[str, dict[str, tuple[Tensor, int, int]]] = {}
         if "sum_residual" in self._state:
-            pieces = {piece.name: piece for piece in self._pieces[self.channel.rank]}
             found["sum_residual"] = {
-                name: (tensor, pieces[name].start, self.parts[name].size)
+                name: (tensor, self._own_ranges[name][0], self.parts[name].size)
                 for name, tensor in self._state["sum_residual"].items()
             }
         if "right" in self._state:
@@ -212,7 +224,8 @@ class CompressedSum:
     @property
     def num_state_bytes(self) -> int:
         """Bytes of the state, and of the next one, which is made beside it."""
-        return 2 * sum(tensor.nbytes for found in self._state.values() for tensor in found.values())
+        kept = (self._state, self._pending, self._spare)
+        return sum(tensor.nbytes for state in kept for found in state.values() for tensor in found.values())
 
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros(part.size, device=self.device) for name, part in self.compressed.items()}
@@ -221,10 +234,9 @@ class CompressedSum:
         _, cols, rank = factor_rank(part.shape, int(self.rule.number))
         return start_right(cols, rank, codec_key(self.seed, 0, name), self.device)
 
-    def _next(self, what: str, name: str, like: Tensor) -> Tensor:
+    def _next(self, what: str, name: str) -> Tensor:
         """The memory for a tensor of the next state: that of the last one but one, whose pages are there already."""
-        spare = self._spare.get(what, {}).pop(name, None)
-        kept = torch.empty_like(like) if spare is None else spare
+        kept = self._spare[what].pop(name)
         self._pending.setdefault(what, {})[name] = kept
         return kept
 
@@ -254,7 +266,7 @@ class CompressedSum:
         assert codec is not None
         pieces = [[piece for piece in owner if piece.name in flats] for owner in self._pieces]
         self._compensate_(flats)
-        kept = {name: self._next("residual", name, flat) for name, flat in flats.items()} if self._has_residual else {}
+        kept = {name: self._next("residual", name) for name, flat in flats.items()} if self._has_residual else {}
         messages = []
         for owner in pieces:
             payloads = []
@@ -272,7 +284,8 @@ class CompressedSum:
         if self.owned is not None:
             for piece, total in zip(pieces[rank], totals, strict=True):
                 first, end = self.owned[rank][piece.name]
-                flats[piece.name][first:end] = total[first - piece.start : end - piece.start]
+                low, high = max(first, piece.start), min(end, piece.stop)
+                flats[piece.name][low:high] = total[low - piece.start : high - piece.start]
         elif self.config.both_ways:
             self._return_encoded(codec, pieces, totals, flats)
         else:
@@ -295,13 +308,18 @@ class CompressedSum:
         self, codec: Codec, pieces: Sequence[Sequence[Piece]], totals: Sequence[Tensor], flats: Mapping[str, Tensor]
     ) -> None:
         own = pieces[self.channel.rank]
+        before = self._state.get("sum_residual", {})
+        after = {
+            name: self._next("sum_residual", name) for name in dict.fromkeys(piece.name for piece in own) if before
+        }
         payloads = []
         for piece, total, key in zip(own, totals, self._keys(own, "sum"), strict=True):
-            if self._has_residual:
-                total.add_(self._state["sum_residual"][piece.name])
+            start = piece.start - self._own_ranges[piece.name][0]
+            if before:
+                total.add_(before[piece.name][start : start + piece.numel])
             encoded = codec.encode(total, key=key, offset=piece.offset)
-            if self._has_residual:
-                lost = self._next("sum_residual", piece.name, total)
+            if before:
+                lost = after[piece.name][start : start + piece.numel]
                 torch.sub(total, codec.decode(encoded, piece.numel), out=lost)
             payloads.append(encoded)
         counts = [message_bytes(codec, owner) for owner in pieces]
@@ -335,7 +353,7 @@ class CompressedSum:
             if self._has_residual:
                 for (name, flat), encoded in zip(flats.items(), payloads, strict=True):
                     # What was sent was sent exactly, so what is left of it is zero.
-                    lost = self._next("residual", name, flat).copy_(flat)
+                    lost = self._next("residual", name).copy_(flat)
                     lost[encoded.payload[1].to(torch.int64)] -= encoded.payload[0]
         counts = [len(payload.payload[0]) for payload in payloads]
         by_rank = [counts] * self.channel.size
@@ -358,8 +376,8 @@ class CompressedSum:
     def _send_momentum(self, name: str, gradient: Tensor, ratio: float) -> Encoded:
         before = DGCState(self._state["momentum"][name], self._state["unsent"][name])
         encoded, after = send(accumulate(before, gradient, self.config.momentum), ratio)
-        self._next("momentum", name, gradient).copy_(after.momentum)
-        self._next("unsent", name, gradient).copy_(after.unsent)
+        self._next("momentum", name).copy_(after.momentum)
+        self._next("unsent", name).copy_(after.unsent)
         return encoded
 
     def _tell_counts(self, counts: list[int]) -> list[list[int]]:
@@ -380,7 +398,7 @@ class CompressedSum:
                 # The places that were drawn may all be good ones, and a bad gradient must not arrive as a good one.
                 encoded.payload[0].fill_(float("nan"))
             if self._has_residual:
-                lost = self._next("residual", name, flat)
+                lost = self._next("residual", name)
                 torch.sub(flat, self._codec.decode(encoded, flat.numel()), out=lost)
             payloads.append(encoded)
         packed = torch.cat([encoded.payload[0] for encoded in payloads])
@@ -403,11 +421,11 @@ class CompressedSum:
         for (name, matrix), left, total in zip(matrices.items(), lefts, totals, strict=True):
             found = product(left, total)
             if self._has_residual:
-                lost = self._next("residual", name, flats[name]).view_as(matrix)
+                lost = self._next("residual", name).view_as(matrix)
                 torch.sub(matrix, found / self.channel.size, out=lost)
             matrix.copy_(found)
             revived = revive_right(total, codec_key(self.seed, self.step, name))
-            self._next("right", name, revived).copy_(revived)
+            self._next("right", name).copy_(revived)
 
     def _sum_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -10,7 +10,7 @@ both owners, so that the cut changes no bit.
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -26,6 +26,8 @@ Way = Literal["blocks", "selected", "random", "factors"]
 
 ALIGNMENT = 4
 """Each payload starts at a multiple of so many bytes of its message, so that its floats can be read where they are."""
+LONGEST_PIECE = 1 << 18
+"""Elements of a piece: its buffers stay in the cache, and their memory is used again by the next. No bit depends on it."""
 _NO_BLOCK = 8
 
 Owned = Sequence[Mapping[str, tuple[int, int]]]
@@ -114,26 +116,34 @@ def cut_evenly(parts: Mapping[str, TensorPart], num_ranks: int, block: int) -> l
     cuts.append(total)
     found: list[list[Piece]] = []
     for first, end in pairwise(cuts):
-        own = []
+        own: list[Piece] = []
         for (name, part), begin in zip(parts.items(), starts, strict=True):
             low, high = max(first, begin) - begin, min(end, begin + part.size) - begin
-            if low < high:
-                own.append(Piece(name, low, high, part.offset + low))
+            own += _cut_piece(name, low, high, part.offset, block)
         found.append(own)
     return found
+
+
+def _cut_piece(name: str, low: int, high: int, offset: int, block: int) -> Iterator[Piece]:
+    """A range of a tensor as pieces, cut at multiples of the block again: a large one would be worked on out of the cache."""
+    longest = max(1, LONGEST_PIECE // block) * block
+    while low < high:
+        stop = min(high, (offset + low) // block * block + longest - offset)
+        yield Piece(name, low, stop, offset + low)
+        low = stop
 
 
 def cut_as_owned(parts: Mapping[str, TensorPart], owned: Owned, block: int) -> list[list[Piece]]:
     """The pieces that each rank needs for its shards, widened to whole blocks."""
     found: list[list[Piece]] = []
     for ranges in owned:
-        own = []
+        own: list[Piece] = []
         for name, part in parts.items():
             first, end = ranges.get(name, (0, 0))
             if first < end:
                 low = max(0, (part.offset + first) // block * block - part.offset)
                 high = min(part.size, -(-(part.offset + end) // block) * block - part.offset)
-                own.append(Piece(name, low, high, part.offset + low))
+                own += _cut_piece(name, low, high, part.offset, block)
         found.append(own)
     return found
 

@@ -37,6 +37,8 @@ _EXAMPLES = {
     "powersgd": "powersgd:4",
     "qsgd": "qsgd:4",
 }
+COSTLY = ("topk", "threshold", "dgc", "sign")
+"""Under optimizers that divide by a moment of the gradient these lose as much as the other replicas bring."""
 QSGD_BITS = (2, 4, 8)
 LEAST_BLOCK = 8
 

@@ -28,7 +28,7 @@ from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.compression import SavedSums, say_dropped
+from shoal.engine.compression.saved import SavedSums, say_dropped
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
 from shoal.engine.islands import PREFIX as ISLANDS
@@ -55,6 +55,7 @@ from shoal.parallel.apply import ModelLayout
 from shoal.parallel.data import Reduction, sum_partial_
 from shoal.parallel.describe import describe
 from shoal.parallel.gradnorm import WholeNorms, clip_, global_norm
+from shoal.parallel.onebit import MomentumSums
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.runtime import Runtime
 
@@ -245,7 +246,7 @@ class ParallelModel:
             set_rate(self.optimizer, lr)
         if self.islands is not None:
             self.islands.before_update()
-        self.optimizer.step()
+        self.update()
         if self.islands is not None:
             self._meet(self.islands, number, lr=lr, samples=self._samples)
         if not self.publishes_by_itself:
@@ -271,6 +272,15 @@ class ParallelModel:
             self._meet(self.islands, self.islands.next_step, lr=None, samples=self._samples)
             self.islands.end_step()
         self.reduction.publish()
+
+    def update(self) -> None:
+        """The optimizer's own step; under 1-bit Adam that of the frozen variance, once it is."""
+        exchange = self.reduction.exchange
+        if isinstance(exchange, MomentumSums) and exchange.is_compressed:
+            exchange.update(self.optimizer)
+            exchange.sums.commit()
+        else:
+            self.optimizer.step()
 
     def end_step(self, *, is_taken: bool) -> None:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
@@ -365,10 +375,7 @@ class ParallelModel:
         return self.hooks.add_tensors(own if self.asynchronous is None else self.asynchronous.add_versions(own, step))
 
     def state_to_save(self, step: int = 0) -> RankState:
-        """What a checkpoint keeps on this rank: ``state``; of islands their mean, and what each needs to go on exactly.
-
-        All ranks call it together.
-        """
+        """What a checkpoint keeps on this rank; of islands their mean, and what each needs. All ranks call it together."""
         own = self.state(step)
         return own if self.islands is None else self.islands.to_save(own)
 
@@ -386,11 +393,7 @@ class ParallelModel:
         return found
 
     def restored(self) -> str | None:
-        """A checkpoint was written into the live tensors: bring weights to where forward passes read them.
-
-        Returns:
-            What to tell the user of it; None where there is nothing to tell.
-        """
+        """A checkpoint was written into the live tensors: publish the weights. Returns what to tell the user, if anything."""
         self.reduction.publish()
         of_sums = self._dropped_sums if self.saved_sums is None else self.saved_sums.loaded()
         of_islands = self._restored_islands()

@@ -1,6 +1,6 @@
 """Lays a model out as its plan wants it: the one place where plan, mesh, model and optimizer meet."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +10,6 @@ from torch.optim import Optimizer
 from shoal.comm.global_batch import replicas_of
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.world import World
-from shoal.compression.build import build_codec
-from shoal.compression.exchange import CompressedSum
-from shoal.compression.layout import TensorPart, is_compressed
 from shoal.core.axes import Axis
 from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
@@ -22,8 +19,9 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
-from shoal.engine.compression import SavedSums
-from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.compression.saved import SavedSums
+from shoal.engine.compression.settings import check_compression
+from shoal.engine.config import Settings
 from shoal.engine.empty import Filler
 from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.islands import Islands
@@ -31,7 +29,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
 from shoal.engine.piggyback import StepScalars
-from shoal.engine.resolve import asks_the_model, check_compression, check_settings, schedule_of
+from shoal.engine.resolve import asks_the_model, check_settings, schedule_of
 from shoal.engine.state import Outline, draw_outline
 from shoal.engine.stop import StopRequest
 from shoal.engine.weights import remember
@@ -49,13 +47,14 @@ from shoal.parallel.apply import ModelLayout, apply_to_model, apply_to_objective
 from shoal.parallel.compressed import Compressing
 from shoal.parallel.data import Reduction
 from shoal.parallel.gradnorm import WholeNorms, build_norms
+from shoal.parallel.onebit import MomentumSums
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.replicas.build import build_policy
-from shoal.replicas.policy import Coding, Island
+from shoal.replicas.build import build_codings, build_policy
+from shoal.replicas.policy import Island
 from shoal.telemetry.statusboard import RankStatus
 
 
@@ -101,8 +100,7 @@ def parallelize(
         RequestError: the plan does not fit the model, or settings do not fit the plan.
     """
     train = settings.train
-    check_settings(train, plan)
-    check_compression(settings, plan)
+    check_all_settings(settings, plan)
     loss = _settle_loss(loss, model, data, plan)
     refuse_lazy(model)
     given = None if optimizer is None else _given_optimizer(optimizer, model, plan)
@@ -140,11 +138,21 @@ def parallelize(
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(
-        parts, data, dropout=dropout, train=train, status=status, hooks=Hooks(hooks), compressing=compressing
+        parts, data, dropout=dropout, settings=settings, status=status, hooks=Hooks(hooks), compressing=compressing
     )
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
     return _assemble(parts, passes, outline, norms=norms, optimizer=held, settings=settings, is_given=given is not None)
+
+
+def check_all_settings(settings: Settings, plan: Plan) -> None:
+    """Refuse settings that this plan cannot carry out.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    check_settings(settings.train, plan)
+    check_compression(settings, plan)
 
 
 def _make_optimizer(
@@ -166,6 +174,8 @@ def _make_optimizer(
         # Every way to take a step comes by here, a script's own too; one that is not taken does not.
         sums = reduction.exchange.sums
         made.register_step_post_hook(lambda *_: sums.commit())
+    if isinstance(reduction.exchange, MomentumSums):
+        reduction.exchange.attach(made, reduction.updated)
     return made
 
 
@@ -181,6 +191,11 @@ def _given_optimizer(
         raise RequestError(
             f"plan {str(plan)!r}: the stages of schedule={plan.schedule} update by themselves, and an optimizer object is "
             "stepped by its script; use schedule=1f1b, or a recipe with [optim]"
+        )
+    if plan.compress is not None and CompressRule.parse(plan.compress).kind == "onebit":
+        raise RequestError(
+            f"plan {str(plan)!r}: compress={plan.compress} takes the optimizer over, and this one is the script's own; use a "
+            "recipe with [optim], or compress=int8"
         )
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
     return GivenOptimizer(made, model)
@@ -228,13 +243,14 @@ def _build_passes(
     data: Splits,
     *,
     dropout: DropoutKey,
-    train: TrainConfig,
+    settings: Settings,
     status: RankStatus | None,
     hooks: Hooks,
     compressing: Compressing | None,
 ) -> Passes:
     """What runs microbatches: gradients are summed by the objective's data-parallel wrapper, or by the pipeline's stages."""
-    objective, cut = parts.objective, parts.cut
+    objective, cut, train = parts.objective, parts.cut, settings.train
+    gathering = settings.compression if settings.compression.weights != "none" else None
     wrapped: nn.Module = objective
     reduction: Reduction
     runtime = None
@@ -249,6 +265,7 @@ def _build_passes(
             compile_model=train.compile,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
     else:
         stages = reduce_stages(
@@ -260,6 +277,7 @@ def _build_passes(
             layout=parts.layout,
             unused_parameters=train.unused_parameters,
             compressing=compressing,
+            gathering=gathering,
         )
         observe = hooks.on_action if hooks.times_actions else None
         runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)
@@ -297,6 +315,7 @@ def _compressing(settings: Settings, plan: Plan, world: World) -> Compressing | 
         device=world.device,
         clip=settings.optim.clip,
         allows_untouched=settings.train.unused_parameters,
+        form=MomentumSums if CompressRule.parse(plan.compress).kind == "onebit" else None,
     )
 
 
@@ -399,18 +418,9 @@ def _build_islands(
     # Every rank makes it, or none: the rule is the plan's.
     overlaps = rule.kind == "stream" and rule.delay > 0
     background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
-    coding, sums = None, None
-    if parts.plan.compress is not None and rule.kind == "gossip":
-        coding = _build_coding(CompressRule.parse(parts.plan.compress), settings, weights)
-    elif parts.plan.compress is not None:
-        sums = CompressedSum(
-            {name: TensorPart(tuple(weight.shape)) for name, weight in weights.items()},
-            CompressRule.parse(parts.plan.compress),
-            settings.compression,
-            background or channel,
-            seed=settings.train.seed,
-            device=parts.world.device,
-        )
+    coding, sums = build_codings(
+        rule, parts.plan.compress, settings.compression, weights, background or channel, settings.train.seed
+    )
     island = Island(
         channel=channel,
         weights=weights,
@@ -440,14 +450,6 @@ def _build_islands(
         sums=sums,
         goes_on=settings.train.nonfinite == "skip",
     )
-
-
-def _build_coding(rule: CompressRule, settings: Settings, weights: Mapping[str, torch.Tensor]) -> Coding:
-    """How messages of gossip are coded."""
-    codec = build_codec(rule, settings.compression)
-    assert codec is not None, "the plan's check refuses codecs of whole matrices with gossip"
-    names = {name for name, weight in weights.items() if is_compressed(tuple(weight.shape), rule, settings.compression)}
-    return Coding(codec=codec, names=frozenset(names), start=rule.start)
 
 
 def example_of(data: Splits) -> ModelInputs:

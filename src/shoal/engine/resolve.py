@@ -8,15 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.compression.config import CompressionConfig, has_residual
-from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.spec import UNKNOWN_LENGTH
-from shoal.engine.config import Settings, TrainConfig
+from shoal.engine.compression.settings import compression_settings as compression_settings
+from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
 from shoal.paramserver.config import unit_samples
 from shoal.replicas.graphs import mixing
@@ -253,7 +252,7 @@ def check_graph(plan: Plan) -> None:
 
 
 def refuse_islands(plan: Plan, who: str) -> None:
-    """Refuse a plan with islands where nothing knows what they cost.
+    """Refuse a plan with islands or a codec where nothing knows what they cost.
 
     Raises:
         RequestError: says who does not, and what to do.
@@ -262,6 +261,10 @@ def refuse_islands(plan: Plan, who: str) -> None:
         raise RequestError(
             f"plan {str(plan)!r}: {who} has no price for islands and sync={plan.sync} yet; leave sync out for the plan of one "
             f"island, or train it"
+        )
+    if plan.compress is not None:
+        raise RequestError(
+            f"plan {str(plan)!r}: {who} has no price for compress={plan.compress} yet; leave compress out, or train it"
         )
 
 
@@ -302,55 +305,6 @@ def check_settings(train: TrainConfig, plan: Plan) -> None:
         found += _island_settings(train, plan)
     if found:
         raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
-
-
-def check_compression(settings: Settings, plan: Plan) -> None:
-    """Refuse settings that do not go with the plan's codec.
-
-    Raises:
-        RequestError: lists them with their fixes.
-    """
-    found = compression_settings(settings.train, settings.optim, settings.compression, plan)
-    if found:
-        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
-
-
-def compression_settings(train: TrainConfig, optim: OptimConfig, config: CompressionConfig, plan: Plan) -> list[str]:
-    """Settings that do not go with the plan's codec, each with its fix."""
-    if plan.compress is None:
-        return []
-    rule, found = CompressRule.parse(plan.compress), []
-    if train.precision == "float64":
-        found.append(
-            f"compress={plan.compress} sends float32 and less, and train.precision is float64; use float32, or leave compress out"
-        )
-    if train.precision == "float16" and (has_residual(rule, config) or rule.kind == "dgc"):
-        found.append(
-            f"compress={plan.compress} keeps what it has not sent for later steps, and train.precision float16 scales each "
-            f"step's loss otherwise; use bfloat16, or a codec without a residual, such as compress=int8"
-        )
-    if rule.kind == "dgc" and _has_momentum(optim):
-        found.append(
-            f"compress={plan.compress} has a momentum of its own (compression.momentum {config.momentum:g}), and optim.name "
-            f"{optim.name} adds another; use optim.name=sgd"
-        )
-    if rule.kind == "dgc" and plan.pp > 1 and optim.clip is not None:
-        found.append(
-            f"compress={plan.compress} clips each replica's own gradient to optim.clip {optim.clip:g}, and with pp={plan.pp} no "
-            f"rank has all of it; leave clip or pp out"
-        )
-    if rule.kind == "onebit" and optim.name not in ("adam", "adamw", "lamb"):
-        found.append(
-            f"compress={plan.compress} sends the momentum of adam, adamw or lamb, and optim.name is {optim.name}; use one of "
-            f"them, or compress=int8"
-        )
-    return found
-
-
-def _has_momentum(optim: OptimConfig) -> bool:
-    if optim.name in ("momentum", "nesterov", "lars"):
-        return optim.momentum > 0
-    return bool(optim.args.get("momentum", 0))
 
 
 def server_settings(train: TrainConfig, optim: OptimConfig, plan: Plan) -> list[str]:

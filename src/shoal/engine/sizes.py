@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh, pretend_mesh
+from shoal.compression.config import CompressionConfig
 from shoal.core.axes import Axis
+from shoal.core.compressrule import CompressRule
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
 from shoal.costs.fake import faked
@@ -86,9 +88,11 @@ class RankPreview:
             precision=precision,
         )
 
-    def state_bytes(self, optim: OptimConfig) -> StateBytes:
+    def state_bytes(self, optim: OptimConfig, compression: CompressionConfig | None = None) -> StateBytes:
         """What this rank keeps of trained parameters from step to step, and what it works with."""
-        plan = self.plan
+        plan, compress = self.plan, None
+        if plan.compress is not None and plan.islands == 1:
+            compress = CompressRule.parse(plan.compress), compression or CompressionConfig()
         return predict_state_bytes(
             self.model,
             analysis=self.analysis,
@@ -101,6 +105,8 @@ class RankPreview:
             num_copies=policy_copies(SyncRule.parse(plan.sync).kind, is_compressed=plan.compress is not None)
             if plan.islands > 1
             else 0,
+            compress=compress,
+            has_masters=compression is not None and compression.weights != "none",
         )
 
     def activation_bytes(self, loss: Loss, microbatch: Microbatch, *, has_piggyback: bool = False) -> int:
@@ -141,5 +147,7 @@ def measure_state(model: ParallelModel) -> dict[str, int]:
     sizes = measure_state_bytes(model.model, reduction, model.optimizer)
     # An asynchronous stage has given its gradients back by the time it is looked at.
     kept = ("weights", "optimizer") if model.asynchronous is not None else STATE
+    if reduction.exchange is not None:
+        kept = (*kept, "compression")
     found = {name: value for name, value in asdict(sizes).items() if name in kept}
     return found if model.islands is None else {**found, "islands": model.islands.num_state_bytes()}

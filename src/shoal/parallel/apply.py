@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.compression.config import CompressionConfig
 from shoal.core.axes import Axis
 from shoal.core.placement import Placement
 from shoal.core.plan import Plan
@@ -79,6 +80,7 @@ def apply_to_objective(
     compile_model: bool,
     unused_parameters: bool,
     compressing: Compressing | None = None,
+    gathering: CompressionConfig | None = None,
 ) -> tuple[nn.Module, Reduction]:
     """Wrap the model and its loss so that a backward pass leaves the reduced gradient behind."""
     model = objective.get_submodule("model")
@@ -95,6 +97,7 @@ def apply_to_objective(
             num_microbatches=plan.microbatches or 1,
             placements=layout.placements,
             compressing=compressing,
+            gathering=gathering,
         )
         return objective, sharded
     if compressing is not None:

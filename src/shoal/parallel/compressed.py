@@ -4,6 +4,7 @@ Sums are made once, after the last backward pass, when every gradient is there: 
 its buckets have no names, so that a residual could not be kept by parameter.
 """
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -34,12 +35,14 @@ class Compressing:
     """The norm that gradients are clipped to."""
     allows_untouched: bool = False
     """A parameter may be without a gradient, and stays so where no replica has one."""
+    form: "type[CompressedGradients] | None" = None
+    """What sums in another way than gradients (``onebit.py``); None for gradients."""
 
     def build(self, shapes: Mapping[str, Shape], channel: Channel, owned: Owned | None = None) -> "CompressedGradients":
         """The sums over a channel of the gradients of parameters with these shapes."""
         parts = {name: TensorPart(tuple(shape)) for name, shape in shapes.items()}
         sums = CompressedSum(parts, self.rule, self.config, channel, seed=self.seed, device=self.device, owned=owned)
-        return CompressedGradients(sums, clip=self.clip, allows_untouched=self.allows_untouched)
+        return (self.form or CompressedGradients)(sums, clip=self.clip, allows_untouched=self.allows_untouched)
 
 
 class CompressedGradients:
@@ -57,16 +60,22 @@ class CompressedGradients:
 
     @property
     def clips_by_itself(self) -> bool:
-        """Each replica clips its own gradient before it goes into what is unsent, and the sum is not clipped (DGC)."""
-        return self.sums.rule.kind == "dgc" and self.is_compressed
+        """Each replica clips its own gradient before it goes into a momentum, and the sum is not clipped (DGC, 1-bit Adam)."""
+        return self.sums.rule.kind in ("dgc", "onebit") and self.is_compressed
 
-    def sum_(self, gradients: Mapping[str, Tensor]) -> None:
+    def reduce_(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace gradients by their sums over replicas, in place."""
+        self.clip_own_(gradients)
+        self.sums.reduce_(gradients)
+
+    def clip_own_(self, gradients: Mapping[str, Tensor]) -> None:
+        """Clip this replica's own gradient, where the method has it so, so that the sum keeps the bound."""
         if self.clips_by_itself and self._clip is not None:
             norm = global_norm(gradients.items(), exact=True, norms=None)
             limit = local_clip_norm(self._clip, self.sums.channel.size)
+            if not math.isfinite(norm):
+                return
             clip_(gradients.values(), norm=norm, limit=limit, loss_scale=1.0)
-        self.sums.sum_(gradients)
 
     def sum_parameters_(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
         """Sum the gradients of parameters; one that this replica does not have counts as zeros, and is named in the answer."""
@@ -78,7 +87,7 @@ class CompressedGradients:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 given[name] = parameter.grad
-        self.sum_(given)
+        self.reduce_(given)
         return missing
 
     def forecast_traffic(self) -> TrafficCounts:

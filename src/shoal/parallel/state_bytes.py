@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression.config import CompressionConfig
+from shoal.compression.layout import TensorPart
+from shoal.compression.traffic import state_bytes as compression_bytes
+from shoal.core.compressrule import CompressRule
 from shoal.optim.build import num_state_bytes
 from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -29,6 +33,8 @@ class StateBytes:
     """Pool buffers: units gathered at stage 3, and buckets of gradients in flight at stages 2 and 3."""
     islands: int = 0
     """What a policy between islands keeps: agreed weights, momentum, changes in flight."""
+    compression: int = 0
+    """What compressed sums keep: residuals and the like, and the next state, which is made beside the last."""
 
 
 def predict_state_bytes(
@@ -41,6 +47,8 @@ def predict_state_bytes(
     num_microbatches: int,
     optim: OptimConfig,
     num_copies: int = 0,
+    compress: tuple[CompressRule, CompressionConfig] | None = None,
+    has_masters: bool = False,
 ) -> StateBytes:
     """What a rank will keep of a model's trainable parameters.
 
@@ -53,25 +61,35 @@ def predict_state_bytes(
         num_microbatches: microbatches of one step.
         optim: the ``[optim]`` section.
         num_copies: that a policy between islands keeps of what the rank updates.
+        compress: how gradients are compressed; None where they are not.
+        has_masters: weights are gathered by a codec, so that stages 1 and 2 keep float32 shards beside them.
     """
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
+    residuals = 0
+    if compress is not None:
+        parts = {name: TensorPart(tuple(one.shape)) for name, one in model.named_parameters() if one.requires_grad}
+        residuals = compression_bytes(parts, *compress, num_ranks=num_data_ranks, rank=data_rank, is_sharded=stage > 0)
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
-        return StateBytes(weights=num_bytes, gradients=num_bytes, optimizer=state, islands=num_copies * num_bytes)
+        islands = num_copies * num_bytes
+        return StateBytes(
+            weights=num_bytes, gradients=num_bytes, optimizer=state, compression=residuals, islands=islands
+        )
     layout = lay_out(model, analysis, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
-    keeps_whole = stage == 1 or num_microbatches > 1
+    keeps_whole = stage == 1 or num_microbatches > 1 or compress is not None
     pieces = [_rows_numel(slot, data_rank) for unit in layout.units for slot in unit.slots]
     working = 0 if keeps_whole else sum(_bucket_sizes(layout))
     working += sum(predict_pool(layout)) if stage == 3 else 0
     return StateBytes(
-        weights=shard if stage == 3 else whole,
+        weights=shard if stage == 3 else whole + (shard if has_masters else 0),
         gradients=whole if keeps_whole else shard,
         optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
         working=working * itemsize,
         islands=num_copies * sum(pieces) * itemsize,
+        compression=residuals,
     )
 
 
@@ -79,10 +97,11 @@ def measure_state_bytes(model: nn.Module, reduction: Reduction, optimizer: Optim
     """What this rank really keeps, after a step has been taken: the bytes of storages, each counted once."""
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     state_bytes = _storage_bytes(states)
+    residuals = 0 if reduction.exchange is None else reduction.exchange.sums.num_state_bytes
     if isinstance(reduction, ZeroReduction):
         gradients, store = reduction.gradients, reduction.store
         return StateBytes(
-            weights=_storage_bytes([reduction.weights]),
+            weights=_storage_bytes([reduction.weights, reduction.masters]),
             gradients=_storage_bytes(
                 parameter.grad for parameter in reduction.updated.values() if parameter.grad is not None
             )
@@ -90,11 +109,13 @@ def measure_state_bytes(model: nn.Module, reduction: Reduction, optimizer: Optim
             else gradients.buffer.nbytes,
             optimizer=state_bytes,
             working=gradients.num_pool_bytes + (store.num_pool_bytes if store is not None else 0),
+            compression=residuals,
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Not storages: buckets of data parallelism also carry the loss.
     grads = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
-    return StateBytes(weights=sum(parameter.nbytes for parameter in trained), gradients=grads, optimizer=state_bytes)
+    weights = sum(parameter.nbytes for parameter in trained)
+    return StateBytes(weights=weights, gradients=grads, optimizer=state_bytes, compression=residuals)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

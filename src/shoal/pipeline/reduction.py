@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.comm.channel import Channel
 from shoal.comm.mesh import Mesh
+from shoal.compression.config import CompressionConfig
 from shoal.core.placement import Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.parallel.analysis.structure import ModuleAnalysis
@@ -146,6 +147,7 @@ def reduce_stages(
     layout: ModelLayout,
     unused_parameters: bool = False,
     compressing: Compressing | None = None,
+    gathering: CompressionConfig | None = None,
 ) -> StageReduction:
     """The reduction of a model that was cut, with ZeRO or without; ``unused_parameters`` is the setting of that name."""
     trained = pipeline.trained
@@ -161,6 +163,7 @@ def reduce_stages(
             num_microbatches=2,
             placements=layout.placements,
             compressing=compressing,
+            gathering=gathering,
         )
     return StageReduction(
         trained,

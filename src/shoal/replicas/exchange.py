@@ -132,7 +132,7 @@ class MeanChange:
             self._weigh_(change)
         # Draws and the first compressed round are by the step: it is in every checkpoint, and rounds may be of fragments.
         sums.begin_step(self._step)
-        sums.sum_(changes)
+        sums.reduce_(changes)
         sums.commit()
         for change in changes.values() if not self._by_samples else ():
             change.div_(self.members.count)

@@ -11,11 +11,11 @@ from torch import nn
 
 from shoal.core.units import format_bytes, format_count
 from shoal.data.spec import UNKNOWN_LENGTH
+from shoal.engine.config import Settings
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.engine.resolve import asks_the_model, schedule_of
 from shoal.engine.sizes import RankPreview
 from shoal.models.embeddings import make_dense
-from shoal.optim.config import OptimConfig
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
@@ -149,7 +149,7 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
     for place, (part, num_copies) in enumerate(zip(parts, versions, strict=True)):
         rank = place * (plan.world_size // plan.pp)
         preview = RankPreview.build(model, analysis=analysis, plan=plan, rank=rank, precision=precision, part=part)
-        found.append(_sizes_of(preview, recipe.optim, num_copies))
+        found.append(_sizes_of(preview, recipe.settings, num_copies))
     return max(found, key=lambda sizes: sizes["total"]), lines
 
 
@@ -159,13 +159,13 @@ def _part_of(stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -
     return RankPart(elsewhere=stages.elsewhere(rank), names=names)
 
 
-def _sizes_of(preview: RankPreview, optim: OptimConfig, num_copies: int) -> dict[str, int]:
+def _sizes_of(preview: RankPreview, settings: Settings, num_copies: int) -> dict[str, int]:
     """Bytes of a rank by what they are for, and their total; ``num_copies`` are the versions of weights beside the newest."""
     parameters = {id(parameter) for parameter in preview.model.parameters()}
     saved = preview.model.state_dict(keep_vars=True).values()
     # Tables that are not saved are made of the sizes, and not counted as weights.
     buffers = sum(tensor.nbytes for tensor in saved if id(tensor) not in parameters)
-    sizes = preview.state_bytes(optim)
+    sizes = preview.state_bytes(settings.optim, settings.compression)
     parts = {
         "weights": sizes.weights * (1 + num_copies) + buffers,
         "gradients": sizes.gradients,
@@ -173,6 +173,8 @@ def _sizes_of(preview: RankPreview, optim: OptimConfig, num_copies: int) -> dict
         "working": sizes.working,
         **({"islands": sizes.islands} if sizes.islands else {}),
     }
+    if sizes.compression:
+        parts["compression"] = sizes.compression
     return {**parts, "total": sum(parts.values())}
 
 

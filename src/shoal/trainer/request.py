@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shoal.checkpoint.files import step_name
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
+from shoal.core.compressrule import COSTLY, CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
@@ -22,11 +23,11 @@ from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.callbacks.adapt_rules import adapt_problems
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.resolve import (
     ResolvedPlan,
     RunSetup,
     asks_the_model,
-    check_compression,
     check_settings,
     choose_plan,
     count_updates,
@@ -218,6 +219,7 @@ def check_parts(
             *_warnings(recipe, setup.total_steps, count_updates(setup.plan, setup.total_steps)),
             *_server_warnings(recipe, setup.plan),
             *_idle_warnings(recipe, setup.plan),
+            *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *tried,
         ),
     )
@@ -352,6 +354,27 @@ def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if changed and not plan.ps:
         named = ", ".join(f"paramserver.{name}" for name in changed)
         yield f"{named}: no effect, because the plan {str(plan)!r} has no parameter servers; add ps and workers, or leave it out"
+
+
+def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
+    """Codecs that cost more than they save, or will have no effect."""
+    config = recipe.compression
+    used = ("weights", "block", "min_elements") if config.weights != "none" else ()
+    fields = type(config).model_fields.items()
+    changed = [name for name, field in fields if getattr(config, name) != field.default and name not in used]
+    if plan.compress is None:
+        if changed:
+            named = ", ".join(f"compression.{name}" for name in changed)
+            yield f"{named}: no effect, because the plan {str(plan)!r} compresses nothing; add compress, such as compress=int8"
+        return
+    rule = CompressRule.parse(plan.compress)
+    if rule.start >= total_steps:
+        yield f"compress={plan.compress} begins after the {total_steps} steps: nothing is compressed"
+    if rule.kind in COSTLY and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
+        yield (
+            f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
+            f"in benchmarks/compression"
+        )
 
 
 def _warnings(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:

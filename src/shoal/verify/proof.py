@@ -36,7 +36,7 @@ from shoal.verify.compare.assemble import assemble_step
 from shoal.verify.compare.diagnose import RankGrid
 from shoal.verify.compare.judge import judge_run
 from shoal.verify.compare.tolerance import derive_tolerance, flat_bound
-from shoal.verify.mutants.catalogue import Death
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.case import Case, Tree, UpdateLog
 from shoal.verify.reference.recording import Recording
 from shoal.verify.request import ProofRequest, Subject, steps_to_prove
@@ -250,7 +250,7 @@ def _tree_of(subject: Subject, recipe: Recipe, plan: Plan) -> tuple[Recipe, Tree
     more: dict[str, Any] = {}
     if plan.islands > 1:
         more = {"islands": plan.islands, "sync": plan.sync, "settings": recipe.replicas.model_dump(mode="json")}
-    if plan.compress is not None:
+    if plan.compress is not None or recipe.compression.weights != "none":
         compression = recipe.compression.model_dump(mode="json")
         more |= {"compress": plan.compress, "compression": compression, "keeps_shards": plan.zero > 0}
     if plan.pp == 1:

@@ -11,6 +11,7 @@ are predicted in ``engine/sizes.py``.
 import copy
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -127,30 +128,30 @@ class SumsMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
-        if self.sums is None:
-            return {}
         self.settle()
-        rank = self.sums.channel.rank
-        own = {
-            f"optimizer/{name}/{what}-{rank}": tensor
-            for what, by_name in self.sums.own_state().items()
-            for name, tensor in by_name.items()
-        }
-        return own | {
-            f"optimizer/{name}/{what}": tensor
-            for what, by_name in self._shared().items()
-            for name, (tensor, _, _) in by_name.items()
-        }
+        return {key: tensor for key, (tensor, _) in self._placed().items()}
 
     def placements(self) -> dict[str, Placement]:
-        """Where this rank's part of what all have together lies in the whole, by the name of the capture."""
+        """Where this rank's part lies in the whole, by the name of the capture."""
+        return {key: placement for key, (_, placement) in self._placed().items()}
+
+    def _placed(self) -> dict[str, tuple[Tensor, Placement]]:
+        found: dict[str, tuple[Tensor, Placement]] = {}
         if self.sums is None:
-            return {}
-        return {
-            f"optimizer/{name}/{what}": place_whole((rows, *tensor.shape[1:])).rows(start, start + tensor.shape[0])
-            for what, by_name in self._shared().items()
-            for name, (tensor, start, rows) in by_name.items()
-        }
+            return found
+        for what, own in self.sums.own_state().items():
+            for name, flat in own.items():
+                part = self.sums.parts[name]
+                # A shard is whole rows.
+                rows = flat.view(-1, *part.shape[1:])
+                start = part.offset // math.prod(part.shape[1:])
+                place = place_whole(part.shape).rows(start, start + len(rows))
+                found[f"optimizer/{name}/{what}-{self.sums.channel.rank}"] = rows, place
+        for what, shared in self._shared().items():
+            for name, (tensor, start, num_rows) in shared.items():
+                place = place_whole((num_rows, *tensor.shape[1:])).rows(start, start + len(tensor))
+                found[f"optimizer/{name}/{what}"] = tensor, place
+        return found
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def _sizes(
         RankPreview.build, plain, analysis=analysis, plan=plan, rank=rank, precision=trainer.engine.precision
     )
     part = None if cut is None else cut.part
-    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim))
+    predicted = asdict(preview(part=part).state_bytes(trainer.settings.optim, trainer.settings.compression))
     missing: dict[str, str] = {}
     measured = measure_state(trainer.engine)
     predicted = {what: size for what, size in predicted.items() if what in measured}

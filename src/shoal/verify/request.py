@@ -16,9 +16,16 @@ from shoal.core.plan import Plan, all_plans
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
 from shoal.data.source import Splits
+from shoal.engine.compression.settings import check_compression
 from shoal.engine.meancheck import joins_batch
 from shoal.engine.parallelize import analyse
-from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
+from shoal.engine.resolve import (
+    check_processes,
+    check_samples,
+    choose_plan,
+    count_steps,
+    resolve_plan,
+)
 from shoal.engine.state import hash_weights
 from shoal.models.config import OwnModelConfig
 from shoal.models.embeddings import make_dense
@@ -31,7 +38,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
-from shoal.verify.mutants.catalogue import Death
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.case import Case, Tree
 
 
@@ -149,6 +156,9 @@ def prepare_verify(
                 trained=recipe.train.precision,
                 joins_replicas=subject.joins_replicas(plan),
             )
+            for name in names:
+                train = recipe.train.model_copy(update={"precision": name})
+                check_compression(recipe.model_copy(update={"train": train}).settings, plan)
         except RequestError as error:
             refusals.append(Refusal(plan=plan, precision=recipe.train.precision, reason=str(error)))
         else:
@@ -413,6 +423,27 @@ def server_plans(num_processes: int) -> list[Plan]:
     return found
 
 
+_COMPRESSED = {
+    2: ("dp=2 compress=int8", "dp=2 zero=1 compress=int4", "dp=2 compress=topk:0.01", "dp=2 compress=powersgd:2"),
+    3: ("dp=3 compress=int4",),
+    4: ("dp=4 compress=sign", "dp=2 pp=2 compress=int8"),
+}
+"""By processes, a plan for each way in which gradients go compressed: what a codec does to a tensor depends on no plan."""
+
+
+def compressed_plans(subject: Subject, num_processes: int) -> list[Plan]:
+    """Plans over so many processes whose gradients go compressed, a few for all, where the recipe can run and prove them."""
+    found = []
+    for text in _COMPRESSED.get(num_processes, ()):
+        plan = Plan.parse(text)
+        try:
+            check_plan(subject, plan)
+        except RequestError:
+            continue  # They stand for many, and that these do not fit says nothing of the recipe.
+        found.append(plan)
+    return found
+
+
 def _every_plan(subject: Subject, num_processes: int | None) -> list[Plan]:
     recipe = subject.recipe
     sizes = [num_processes] if num_processes is not None else list(range(1, DEFAULT_PROCESSES + 1))
@@ -422,7 +453,7 @@ def _every_plan(subject: Subject, num_processes: int | None) -> list[Plan]:
         with_servers = [plan for plan in server_plans(size) if not plan.problems(subject.facts)]
         found += [
             replace(allowed, microbatches=written.microbatches)
-            for allowed in [*all_plans(size, subject.facts), *with_servers]
+            for allowed in [*all_plans(size, subject.facts), *with_servers, *compressed_plans(subject, size)]
         ]
     if not found:
         raise RequestError(f"no plan over {' or '.join(map(str, sizes))} processes fits this recipe")

@@ -9,7 +9,8 @@ from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, RecipeLike, name_recipe, read_recipe
 from shoal.verify.certificate import Certificate, MutantResult
 from shoal.verify.exclusive import check_exclusive
-from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, Mutant, own_recipe, with_overrides
+from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, own_recipe, with_overrides
+from shoal.verify.mutants.mutant import Mutant
 from shoal.verify.proof import Prover, hash_recipe
 from shoal.verify.request import DEFAULT_STEPS, Subject, build_subject, check_plan, choose_precisions, prepare_verify
 from shoal.verify.result import PlanResult, refused, settle

@@ -18,20 +18,6 @@ from support.thread_ranks import on_ranks
 SHAPES = {"a.weight": (70, 33), "b.bias": (50,), "c.weight": (40, 60), "d.weight": (129, 2, 9), "e.scale": ()}
 RULES = ["fp16", "bf16", "fp8", "int8", "int4", "qsgd:4", "natural", "sign", "topk:0.05", "threshold:0.5"]
 RULES += ["dgc:0.05", "randk:0.1", "powersgd:2"]
-    "fp16",
-    "bf16",
-    "fp8",
-    "int8",
-    "int4",
-    "qsgd:4",
-    "natural",
-    "sign",
-    "topk:0.05",
-    "threshold:0.5",
-    "dgc:0.05",
-    "randk:0.1",
-    "powersgd:2",
-]
 
 
 def gradient(rank: int, step: int) -> dict[str, Tensor]:
@@ -55,7 +41,7 @@ def run(word: str, size: int, *, steps: int = 3, owned=None, **config):
             exchange.begin_step(step)
             mine = gradient(channel.rank, step)
             with channel.traffic.counting() as counts:
-                exchange.sum_(mine)
+                exchange.reduce_(mine)
             assert counts == exchange.forecast_traffic()
             exchange.commit()
             sums.append(mine)
@@ -126,7 +112,7 @@ def test_a_step_that_is_not_taken_leaves_the_state(word):
             mine = gradient(channel.rank, step)
             if not is_taken:
                 mine = {name: torch.full_like(tensor, math.nan) for name, tensor in mine.items()}
-            exchange.sum_(mine)
+            exchange.reduce_(mine)
             if is_taken:
                 exchange.commit()
                 sums.append(mine)
@@ -137,7 +123,7 @@ def test_a_step_that_is_not_taken_leaves_the_state(word):
         for step in (0, 2):
             exchange.begin_step(step)
             mine = gradient(channel.rank, step)
-            exchange.sum_(mine)
+            exchange.reduce_(mine)
             exchange.commit()
             sums.append(mine)
         return sums
@@ -155,7 +141,7 @@ def test_one_bad_element_is_seen_by_all(word):
         mine = gradient(channel.rank, 0)
         if channel.rank == 1:
             mine["c.weight"][39, 59] = math.nan
-        exchange.sum_(mine)
+        exchange.reduce_(mine)
         return mine["c.weight"]
 
     assert all(not bool(total.isfinite().all()) for total in on_ranks(2, work))

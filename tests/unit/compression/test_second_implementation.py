@@ -187,7 +187,14 @@ def check_sums(word, size, config, *, is_sharded):
             for what, of in own.items():
                 for name, flat in of.items():
                     seen.add(f"{name}/{what}-{rank}")
-                    assert torch.equal(flat, memory[f"{name}/{what}-{rank}"]), (word, size, step, rank, what, name)
+                    assert torch.equal(flat, memory[f"{name}/{what}-{rank}"].reshape(-1)), (
+                        word,
+                        size,
+                        step,
+                        rank,
+                        what,
+                        name,
+                    )
             for what, pieces in shared.items():
                 for name, (flat, start) in pieces.items():
                     seen.add(f"{name}/{what}")

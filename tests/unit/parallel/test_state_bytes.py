@@ -25,7 +25,7 @@ class Plain:
     """What a step without sharding reports."""
 
     def __init__(self, model):
-        self.updated = dict(sorted(model.named_parameters()))
+        self.updated, self.exchange = dict(sorted(model.named_parameters())), None
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adagrad", "lars", "lamb"])

@@ -43,6 +43,8 @@ def test_batch_norm_that_is_synchronised_splits_sums_too(tmp_path):
     assert texts(prepare_verify(path, plans=["dp=2"])) == [("dp=2", "float32"), ("dp=2", "float64")]
     local = prepare_verify(path, plans=["dp=2"], overrides=["train.batch_norm=local"])
     assert texts(local) == [("dp=2", "float32")]
+    with pytest.raises(RequestError, match=r"none of them has a gradient of its own to compress.*batch_norm=local"):
+        prepare_verify(path, plans=["dp=2 compress=int8"])
 
 
 def test_a_given_arithmetic_is_the_only_one(tiny):
@@ -92,6 +94,27 @@ def test_all_takes_what_check_allows(tiny):
     wanted = {"dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=2 sp=true", "dp=1 cp=2"}
     assert wanted <= plans
     assert all(proposal.plan.world_size == 2 for proposal in request.proposals)
+
+
+def test_all_has_a_few_compressed_plans(tiny):
+    request = prepare_verify(tiny, takes_all=True, num_processes=2)
+    compressed = [str(proposal.plan) for proposal in request.proposals if proposal.plan.compress]
+    assert compressed == [
+        *("dp=2 compress=int8", "dp=2 zero=1 compress=int4", "dp=2 compress=topk:0.01", "dp=2 compress=powersgd:2"),
+    ]
+    short = prepare_verify(tiny, takes_all=True, num_processes=2, overrides=["train.steps=2"])
+    assert not any(one.plan.compress for one in (*short.proposals, *short.refusals))
+
+
+def test_compression_that_cannot_be_proved_is_refused(tiny):
+    for plan, message, options in [
+        ("dp=2 compress=int8@6", r"3 compressed steps are done after 9, and a proof has 8.*compress=int8@1", {}),
+        ("dp=2 compress=int8", "sends float32 and less.*float64", {"precision": "float64"}),
+        ("dp=2 compress=int4", "float16 scales", {"precision": "float16"}),
+    ]:
+        with pytest.raises(RequestError, match=f"(?s){message}"):
+            prepare_verify(tiny, plans=[plan], **options)
+    assert texts(prepare_verify(tiny, plans=["dp=2 compress=none"])) == [("dp=2", "float32")]
 
 
 def test_all_leaves_out_what_the_batch_does_not_allow_and_says_so(tiny):

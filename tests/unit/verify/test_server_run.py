@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from shoal.core.errors import RunError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
-from shoal.verify.mutants.catalogue import Death
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.recording import placement_values
 from shoal.verify.servers.roles import ServerJob
 from shoal.verify.servers.run import read_run

@@ -77,7 +77,7 @@ def find_rate(
                     break
                 for group, ratio in zip(groups, ratios, strict=True):
                     group["lr"] = rate * ratio
-                model.optimizer.step()
+                model.update()
                 if not model.publishes_by_itself:
                     model.reduction.publish()
         finally:

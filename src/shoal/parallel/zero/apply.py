@@ -17,7 +17,7 @@ all-gather. On a workload bound by communication it takes 3.4 times DDP's step a
     pool.py        which buffer a gathered unit takes             gradients.py  catch, sum and scatter
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.compression.config import CompressionConfig
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement, place_whole
@@ -32,6 +33,7 @@ from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.compressed import CompressedGradients, Compressing
 from shoal.parallel.zero.gradients import GradientStore, pieces_of
 from shoal.parallel.zero.layout import Pool, ZeroLayout, lay_out, owned_elements
+from shoal.parallel.zero.quantized import WeightCodec
 from shoal.parallel.zero.weights import WeightStore
 
 
@@ -44,6 +46,7 @@ def apply_zero(
     num_microbatches: int,
     placements: Mapping[str, Placement],
     compressing: Compressing | None = None,
+    gathering: CompressionConfig | None = None,
 ) -> "ZeroReduction":
     """Shard a model's training state along ``dp``, in place. The model must be in its final place, type and shape.
 
@@ -56,6 +59,7 @@ def apply_zero(
         placements: where parameters that tensor parallelism has cut lie in their wholes; the others are whole.
         compressing: how gradients are compressed; None where they are not. They are then kept whole at every stage: a residual
             is whole too, and selections and factors are of whole tensors.
+        gathering: how weights are compressed when they are gathered; None where they are not.
 
     Raises:
         RequestError: the parameters are of several types or on several devices, and one buffer cannot hold them.
@@ -73,6 +77,7 @@ def apply_zero(
         placements=placements,
         num_microbatches=num_microbatches,
         compressing=compressing,
+        gathering=gathering,
     )
     if reduction.store is not None:
         reduction.store.attach(model)
@@ -93,6 +98,7 @@ class ZeroReduction:
         placements: Mapping[str, Placement],
         num_microbatches: int,
         compressing: Compressing | None = None,
+        gathering: CompressionConfig | None = None,
     ) -> None:
         self.layout = layout
         self.mesh = mesh
@@ -100,7 +106,12 @@ class ZeroReduction:
         self.weights = weights
         """Stages 1 and 2: all weights. Stage 3: this rank's shards."""
         self.rank = mesh.coordinate(Axis.DATA)
-        self.store = WeightStore(layout, parameters, mesh=mesh, shard=weights) if stage == 3 else None
+        self.codec = None if gathering is None else WeightCodec(layout, gathering)
+        self.masters = weights
+        """What the optimizer updates: its rows of ``weights``, or, where those come by a codec, its own shards of them."""
+        if self.codec is not None and stage < 3:
+            self.masters = _copy_shards(layout, weights, self.rank)
+        self.store = WeightStore(layout, parameters, mesh=mesh, shard=weights, codec=self.codec) if stage == 3 else None
         self.exchange: CompressedGradients | None = None
         if compressing is not None:
             shapes = {slot.name: slot.shape for unit in layout.units for slot in unit.slots}
@@ -115,8 +126,16 @@ class ZeroReduction:
         )
         self.num_microbatches = num_microbatches
         self._starts = layout.shard_starts(self.rank) if stage == 3 else layout.whole_starts()
+        self._master_starts = layout.shard_starts(self.rank) if self._has_shards else self._starts
         self._updated, self._grads = self._cut_pieces()
         self._placements = self._place_pieces(placements)
+        if self.codec is not None:
+            self.publish()
+
+    @property
+    def _has_shards(self) -> bool:
+        """What is updated lies in a buffer of shards, and not among the whole weights."""
+        return self.stage == 3 or self.codec is not None
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
@@ -170,8 +189,12 @@ class ZeroReduction:
             self.store.forget()
             return
         channel = self.mesh.channel(Axis.DATA)
-        for unit, start in zip(self.layout.units, self._starts, strict=True):
+        for index, (unit, start) in enumerate(zip(self.layout.units, self._starts, strict=True)):
             whole = self.weights[start : start + unit.size]
+            if self.codec is not None:
+                first = self._master_starts[index]
+                self.codec.gather(index, self.masters[first : first + unit.counts[self.rank]], whole, channel)
+                continue
             own = whole[unit.start(self.rank) : unit.start(self.rank) + unit.counts[self.rank]]
             channel.all_gather(own, whole, unit.counts)
 
@@ -189,6 +212,9 @@ class ZeroReduction:
             itemsize=self.weights.element_size(),
             num_context_ranks=self.mesh.degree(Axis.CONTEXT),
             calls=calls,
+            gathered_bytes=None
+            if self.codec is None
+            else [sum(self.codec.counts(i)) for i in range(len(self.layout.units))],
         )
         if self.exchange is None or not self.exchange.is_compressed:
             return found
@@ -199,8 +225,8 @@ class ZeroReduction:
         pieces: dict[str, Tensor] = {}
         gradients: dict[str, Tensor] = {}
         for index, unit in enumerate(self.layout.units):
-            start = self._starts[index] + (0 if self.stage == 3 else unit.start(self.rank))
-            pieces |= pieces_of(unit, self.weights[start : start + unit.counts[self.rank]], self.rank)
+            start = self._master_starts[index] + (0 if self._has_shards else unit.start(self.rank))
+            pieces |= pieces_of(unit, self.masters[start : start + unit.counts[self.rank]], self.rank)
             gradients |= pieces_of(unit, self.gradients.shard(index), self.rank)
         return {name: nn.Parameter(pieces[name]) for name in sorted(pieces)}, gradients
 
@@ -220,6 +246,7 @@ def forecast_traffic(
     itemsize: int,
     num_context_ranks: int = 1,
     calls: list[tuple[int, bool]] | None = None,
+    gathered_bytes: Sequence[int] | None = None,
 ) -> TrafficCounts:
     """What one step of one rank should move, by axis and operation.
 
@@ -231,6 +258,7 @@ def forecast_traffic(
         num_context_ranks: ranks along ``cp``.
         calls: visits in the order of a forward pass, and whether their backward pass reads weights; each module once when
             left out.
+        gathered_bytes: of each unit's weights, where they are compressed.
     """
     sizes = [unit.size * itemsize for unit in layout.units]
     counts: TrafficCounts = {}
@@ -240,7 +268,7 @@ def forecast_traffic(
         return counts
     counts[Axis.DATA.value, "reduce_scatter"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
     gathered = list(range(len(sizes))) if stage < 3 else _gathered_units(layout, num_microbatches, calls)[0]
-    num_bytes = sum(sizes[index] for index in gathered)
+    num_bytes = sum((gathered_bytes or sizes)[index] for index in gathered)
     counts[Axis.DATA.value, "all_gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
     return counts
 
@@ -298,6 +326,15 @@ def _refuse_mixtures(parameters: Mapping[str, nn.Parameter]) -> None:
             f"ZeRO keeps all weights in one buffer, and this model has {len(kinds)} kinds: {listed}; "
             "cast them to one type, or leave zero out of the plan"
         )
+
+
+def _copy_shards(layout: ZeroLayout, weights: Tensor, rank: int) -> Tensor:
+    """This rank's shards of all units, one after the other."""
+    parts = []
+    for unit, start in zip(layout.units, layout.whole_starts(), strict=True):
+        first = start + unit.start(rank)
+        parts.append(weights[first : first + unit.counts[rank]])
+    return torch.cat(parts)
 
 
 def _move_weights(

@@ -110,7 +110,7 @@ class GradientStore:
         assert self._exchange is not None
         for index in self._order:
             self._fill_missing(index)
-        self._exchange.sum_({name: self._place(index, slot) for name, (index, slot) in self._slots.items()})
+        self._exchange.reduce_({name: self._place(index, slot) for name, (index, slot) in self._slots.items()})
         self._turn = len(self._order)
 
     def untouched(self) -> list[str]:

@@ -25,6 +25,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.parallel.zero.layout import Pool, ZeroLayout
+from shoal.parallel.zero.quantized import WeightCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,17 @@ class WeightStore:
     """The weights of one rank at stage 3."""
 
     def __init__(
-        self, layout: ZeroLayout, parameters: Mapping[str, nn.Parameter], *, mesh: Mesh, shard: Tensor
+        self,
+        layout: ZeroLayout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        mesh: Mesh,
+        shard: Tensor,
+        codec: WeightCodec | None = None,
     ) -> None:
-        """``shard`` holds this rank's shards of all units; the parameters are empty until they are gathered."""
+        """``shard`` holds this rank's shards of all units; parameters are empty until they are gathered, by a codec or not."""
         self.layout = layout
+        self._codec = codec
         self.calls: list[tuple[int, bool]] = []
         """Visits of the last microbatch's forward pass, and whether autograd saved weights in it."""
         self._channel = mesh.channel(Axis.DATA)
@@ -182,7 +190,9 @@ class WeightStore:
             if place == len(self._buffers):
                 self._add_buffer(self._pool.sizes[place])
             unit = self.layout.units[index]
-            if not is_there:
+            if not is_there and self._codec is not None:
+                self._codec.gather(index, self._shards[index], self._buffers[place][: unit.size], self._channel)
+            elif not is_there:
                 self._channel.all_gather(self._shards[index], self._buffers[place][: unit.size], unit.counts)
             self._place[index] = place
             self._point(index, self._views_in(index, place))

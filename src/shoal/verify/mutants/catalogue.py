@@ -4,18 +4,17 @@ A mutant is a plan, what the recipe must have for the bug to show, and a bug (``
 inside the rank processes. The same plan without the bug is its control and must pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.comm.world import World
 from shoal.core.config import apply_overrides, validate
-from shoal.optim.config import PrecisionName
 from shoal.trainer.config import Recipe
 from shoal.verify.mutants import island_bugs, server_bugs
 from shoal.verify.mutants import planted_bugs as bugs
-from shoal.verify.mutants.planted_bugs import PlantedBug
+from shoal.verify.mutants.compression_bugs import COMPRESSED
+from shoal.verify.mutants.mutant import Death, Mutant
 
 _GPT = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1}
 _TEXT = {"source": "stdlib", "sequence": 16, "limit_bytes": 200_000}
@@ -33,36 +32,6 @@ _LONGER = ("train.steps=24",)
 """Two rounds of islands."""
 PREDICTION = "prediction"
 """What catches a bug that changes no number: the plan costs something that it should not."""
-
-
-class Death(NamedTuple):
-    """A server that is killed, in a proof and in its control."""
-
-    name: str
-    """Of the process, such as ``server-0``."""
-    after: int
-    """The round that it has just applied, counted from 0."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One bug."""
-
-    name: str
-    plan: str
-    by: str
-    """The comparison that is the first to see it; where it may be one of several, ``loss or grad``."""
-    bug: PlantedBug
-    precision: PrecisionName = "float32"
-    overrides: tuple[str, ...] = ()
-    """What the recipe must have, as ``section.key=value``."""
-    model: Mapping[str, Any] | None = None
-    """A model of its own, where the bug shows in no other."""
-    data: Mapping[str, Any] | None = None
-    reported: str = ""
-    """Where users met it."""
-    deaths: tuple[Death, ...] = ()
-    """Who dies in the run."""
 
 
 _ALL: Sequence[Mutant] = (
@@ -372,6 +341,7 @@ _ALL: Sequence[Mutant] = (
         island_bugs.count_all_samples,
         overrides=_LONGER,
     ),
+    *COMPRESSED,
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
 """By name."""

@@ -1,11 +1,12 @@
-"""One process that plays all replicas of a plan whose gradients go between them compressed, by the rules of the papers.
+"""One process that plays all replicas of a plan whose gradients, or weights, go between them compressed, by the papers' rules.
 
 Every replica has a gradient of its own, added in the plan's tree; ``sums.py`` has what each sends and remembers, and what the sum
 of it is. What replicas remember is recorded as optimizer state is, ``optimizer/TENSOR/residual-R``, so that a proof names the
 first replica whose memory is wrong.
 
 1-bit Adam (Tang et al. 2021, algorithm 1) sends no gradients: from its first compressed step on the variance stays as it is, each
-replica moves the momentum by its own gradient, and the mean of the signs that are sent is everyone's momentum.
+replica moves the momentum by its own gradient, and the mean of the signs that are sent is everyone's momentum. Both moments keep
+Adam's corrections of bias, that of the variance as it was when it froze; LAMB goes the same way, by its trust ratios.
 """
 
 import math
@@ -19,7 +20,8 @@ from torch import Tensor
 from shoal.core.compressrule import CompressRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
-from shoal.verify.oracle.sums import CompressedSums, add_up
+from shoal.verify.oracle.coded_weights import reading_coded
+from shoal.verify.oracle.sums import CompressedSums
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
     ReferenceModel,
@@ -56,8 +58,9 @@ def run_compressed(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     initial = {name: parameter.detach().clone() for name, parameter in parts.named}
     for step, ids in enumerate(global_batches(parts)):
         set_rate(parts.optimizer, rate(parts.optim, step, case.total_steps))
-        flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
-        replicas = replica_gradients(parts, step, ids, tree, scale.scale)
+        with reading_coded(parts, tree.compression):
+            flat = None if parts.has_batch_norm else flat_gradients(parts, step, ids, scale.scale)
+            replicas = replica_gradients(parts, step, ids, tree, scale.scale)
         loss, dense = add_replicas(replicas)
         if flat is not None:
             flat_errors.append(relative_distance(dense, flat))
@@ -82,9 +85,11 @@ class CompressedTraining:
     """A model, and the sums of its replicas' gradients."""
 
     def __init__(self, parts: ReferenceModel, tree: Tree) -> None:
-        assert tree.compress is not None and tree.delay is None and tree.islands == 1
+        assert tree.delay is None and tree.islands == 1
         self._parts, self._count = parts, tree.replicas
-        self._rule = CompressRule.parse(tree.compress)
+        self._is_compressed = tree.compress is not None
+        # What goes as it is goes by any rule that never begins.
+        self._rule = CompressRule.parse(tree.compress or f"int8@{parts.case.steps}")
         self._sums = CompressedSums(
             self._rule,
             tree.compression,
@@ -93,16 +98,18 @@ class CompressedTraining:
             num_ranks=tree.replicas,
             has_way_back=not tree.keeps_shards,
         )
+        self._frozen_after: dict[str, int] = {}
+        """Of 1-bit Adam: updates that a parameter's variance had when it froze."""
 
     def sum(self, step: int, replicas: Sequence[Mapping[str, Tensor]]) -> Gradients:
-        """What all replicas take for the sum of their gradients; under 1-bit Adam, for the momentum of compressed tensors."""
+        """What all replicas take for the sum of their gradients; under 1-bit Adam, for everyone's momentum."""
         if not self._sums.is_compressed(step):
             return self._sums.sum(step, replicas)
-        if self._rule.kind == "onebit":
-            return self._agree_on_momentum(step, replicas)
-        if self._rule.kind == "dgc":
+        if self._rule.kind in ("dgc", "onebit"):
             replicas = [self._clipped(own) for own in replicas]
-        return self._sums.sum(step, replicas)
+        return (
+            self._agree_on_momentum(step, replicas) if self._rule.kind == "onebit" else self._sums.sum(step, replicas)
+        )
 
     def update(self, step: int, gradients: Gradients, norm: float, scale: float, *, is_taken: bool) -> None:
         """The step by a sum; one that is not taken leaves everything, what is remembered too, as it was."""
@@ -121,7 +128,8 @@ class CompressedTraining:
 
     def memory(self) -> dict[str, Tensor]:
         """What replicas remember, by the names that captures use."""
-        return {f"optimizer/{key}": value for key, value in self._sums.memory().items()}
+        found = self._sums.memory() if self._is_compressed else {}
+        return {f"optimizer/{key}": value for key, value in found.items()}
 
     def _clipped(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A replica's gradient, no longer than its part of a sum of independent ones may be."""
@@ -136,29 +144,48 @@ class CompressedTraining:
 
     def _agree_on_momentum(self, step: int, replicas: Sequence[Mapping[str, Tensor]]) -> Gradients:
         keeps = self._parts.optim.betas[0]
-        found: Gradients = {}
-        for name in sorted(replicas[0]):
-            gradients = [own[name] for own in replicas]
-            if name not in self._sums.names:
-                found[name] = add_up(gradients)
-                continue
-            before = self._moments(name)["exp_avg"]
+        before = {name: self._moments(name)["exp_avg"] for name in replicas[0]}
+        own = [
             # A replica's share of the mean, times their number, is the mean of its own samples.
-            momenta = [keeps * before + (1 - keeps) * (self._count * gradient) for gradient in gradients]
-            found[name] = self._sums.mean(step, name, momenta)
-        return found
+            {
+                name: _moved(before[name], grad * self._count, keeps)
+                for name, grad in given.items()
+                if name in self._sums.names
+            }
+            for given in replicas
+        ]
+        found = {name: total / self._count for name, total in self._sums.sum(step, own).items()}
+        small = [{name: grad for name, grad in given.items() if name not in self._sums.names} for given in replicas]
+        return found | {name: _moved(before[name], total, keeps) for name, total in self._sums.sum(step, small).items()}
 
     @torch.no_grad()
-    def _step_by_momentum(self, gradients: Mapping[str, Tensor]) -> None:
-        keeps, names = self._parts.optim.betas[0], {parameter: name for name, parameter in self._parts.named}
+    def _step_by_momentum(self, momenta: Mapping[str, Tensor]) -> None:
+        names = {parameter: name for name, parameter in self._parts.named}
+        keeps, keeps_squares = self._parts.optim.betas
         for group in self._parts.optimizer.param_groups:
             for weight in group["params"]:
-                name = names[weight]
-                moments, found = self._parts.optimizer.state[weight], gradients[name]
-                is_momentum = name in self._sums.names
-                momentum = found if is_momentum else keeps * moments["exp_avg"] + (1 - keeps) * found
+                moments, momentum = self._parts.optimizer.state[weight], momenta[names[weight]]
+                frozen = self._frozen_after.setdefault(names[weight], int(moments["step"]))
                 moments["exp_avg"].copy_(momentum)
                 moments["step"] += 1
-                if group["weight_decay"]:
+                size = moments["exp_avg_sq"].sqrt() / math.sqrt(1 - keeps_squares**frozen) + group["eps"]
+                way = momentum / (1 - keeps ** int(moments["step"])) / size
+                if self._parts.optim.name == "lamb":
+                    way = _trusted(
+                        way + group["weight_decay"] * weight if group["weight_decay"] else way, weight, group
+                    )
+                elif group["weight_decay"]:
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.sub_(group["lr"] * (momentum / (moments["exp_avg_sq"].sqrt() + group["eps"])))
+                weight.sub_(way * group["lr"])
+
+
+def _moved(momentum: Tensor, gradient: Tensor, keeps: float) -> Tensor:
+    return momentum * keeps + gradient * (1 - keeps)
+
+
+def _trusted(way: Tensor, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A step as long as its weight (You et al. 2020, algorithm 2), where the group adapts at all and both have a length."""
+    if not group["adapt"]:
+        return way
+    length, own = norm_of([weight]), norm_of([way])
+    return way * (length / own) if length > 0 and own > 0 else way

@@ -21,6 +21,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.oracle.codecs import key_of, largest_places, only
+from shoal.verify.oracle.coded_weights import reading_coded
 from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
@@ -54,9 +55,10 @@ def run_islands(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
     initial = {name: parameter.detach().clone() for name, parameter in islands[0].named}
     for step, ids in enumerate(global_batches(islands[0])):
         lr = rate(islands[0].optim, step, case.total_steps)
-        found = [
-            tree_gradients(one, step, share, tree, 1.0) for one, share in zip(islands, _shares(ids, tree), strict=True)
-        ]
+        found = []
+        for one, share in zip(islands, _shares(ids, tree), strict=True):
+            with reading_coded(one, tree.compression):
+                found.append(tree_gradients(one, step, share, tree, 1.0))
         gradients = [own for _, own in found]
         if step < rule.start:
             gradients = _mean_gradients(gradients)
@@ -95,7 +97,6 @@ def _build_sums(island: ReferenceModel, tree: Tree) -> CompressedSums | None:
         seed=island.case.seed,
         num_ranks=tree.islands,
         has_way_back=True,
-        slices=tree.slices,
     )
 
 
@@ -399,7 +400,7 @@ class Agreement:
                     if sums.rule.kind == "topk":
                         flat = only(flat, largest_places(flat, sums.rule.number))
                     else:
-                        flat = sums.code(flat, key_of(self.seed, step, f"{name}/{island}"), name)
+                        flat = sums.code(flat, key_of(self.seed, step, f"{name}/{island}"))
                 sent.append(torch.from_numpy(flat).view_as(own[name]))
             for island, row in enumerate(self._shares_of_round()):
                 self.told[island][name] = self.told[island][name] + sent[island]

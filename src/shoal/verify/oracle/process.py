@@ -29,7 +29,7 @@ def _rule_of(tree: Tree) -> Callable[[Case, Tree, Path], dict[str, Any]]:
         return run_islands
     if tree.delay is not None:
         return run_delayed
-    return run_compressed if tree.compress is not None else run_reference
+    return run_compressed if tree.compression else run_reference
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ Leg 2 is there where every rank needs the whole sum. Tensors that are small or h
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,6 @@ class CompressedSums:
         seed: of the run.
         num_ranks: how many add up.
         has_way_back: every rank needs the whole sum; else each keeps a shard of it.
-        slices: of tensors that ranks exchange in parts, the elements at which parts begin: a block ends where a part does.
     """
 
     def __init__(
@@ -60,10 +58,8 @@ class CompressedSums:
         seed: int,
         num_ranks: int,
         has_way_back: bool,
-        slices: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.rule, self.seed, self.num_ranks = rule, seed, num_ranks
-        self._slices = slices or {}
         self._settings = settings
         residual = settings["residual"]
         self._remembers = rule.kind in _WITH_MEMORY if residual is None else bool(residual)
@@ -71,6 +67,7 @@ class CompressedSums:
         self._has_way_back = self._is_blocks and has_way_back and bool(settings["both_ways"])
         self.names = {name for name, shape in shapes.items() if self._is_compressed(shape)}
         """Tensors that go compressed; the others are added as they are."""
+        self._shapes = shapes
         self._kept: dict[str, Floats] = {}
         """Memory by ``TENSOR/WHAT``, and ``TENSOR/WHAT-R`` where it is rank R's own; flat, but for matrices of PowerSGD."""
         for name in self.names:
@@ -119,8 +116,12 @@ class CompressedSums:
         self._next = {}
 
     def memory(self) -> dict[str, Tensor]:
-        """All that is remembered, by ``TENSOR/WHAT``."""
-        return {key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}
+        """All that is remembered, by ``TENSOR/WHAT``; what is a rank's own has the tensor's shape."""
+        found = {key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}
+        return {
+            key: value if owner_of(key) is None else value.view(*self._shapes[key.rpartition("/")[0]])
+            for key, value in found.items()
+        }
 
     def is_compressed(self, number: int) -> bool:
         """True at and after the rule's first step."""
@@ -152,11 +153,6 @@ class CompressedSums:
     def _is_matrix(self) -> bool:
         return self.rule.kind == "powersgd"
 
-    def mean(self, number: int, name: str, given: Sequence[Tensor]) -> Tensor:
-        """Through both legs, with the mean and not the sum on the way back."""
-        flats = [_flat(tensor) for tensor in given]
-        return torch.from_numpy(self._sum_blocks(name, number, flats, divisor=self.num_ranks)).view(given[0].shape)
-
     def _sum(self, name: str, number: int, given: Sequence[Floats]) -> Floats:
         if self._is_blocks:
             return self._sum_blocks(name, number, given)
@@ -173,29 +169,25 @@ class CompressedSums:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/residual-{rank}"] = wanted - sent
 
-    def code(self, flat: Floats, key: int, name: str) -> Floats:
+    def code(self, flat: Floats, key: int) -> Floats:
         """What is left of a tensor that was coded element by element."""
         codec = block_codec(self.rule, block=self._settings["block"], at_random=self._settings["round"] == "keyed")
-        edges = [*self._slices.get(name, (0,)), flat.size]
-        parts = [codec(flat[start:stop], key, start) for start, stop in pairwise(edges)]
-        return np.concatenate(parts)
+        return codec(flat, key, 0)
 
-    def _sum_blocks(self, name: str, number: int, given: Sequence[Floats], divisor: int = 1) -> Floats:
+    def _sum_blocks(self, name: str, number: int, given: Sequence[Floats]) -> Floats:
         sent = []
         for rank, own in enumerate(given):
             wanted = self._wanted(name, rank, own)
-            sent.append(self.code(wanted, key_of(self.seed, number, f"{name}/{rank}"), name))
+            sent.append(self.code(wanted, key_of(self.seed, number, f"{name}/{rank}")))
             self._keep(name, rank, wanted, sent[-1])
         total = sent[0]
         for one in sent[1:]:
             total = total + one
-        if divisor != 1:
-            total = total / np.float32(divisor)
         if not self._has_way_back:
             return total
         if self._remembers:
             total = total + self._kept[f"{name}/sum_residual"]
-        back = self.code(total, key_of(self.seed, number, f"{name}/sum"), name)
+        back = self.code(total, key_of(self.seed, number, f"{name}/sum"))
         if self._remembers:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/sum_residual"] = total - back

@@ -71,11 +71,9 @@ class Tree:
     compress: str | None = None
     """How gradients go between replicas, or changes of weights between islands."""
     compression: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's ``[compression]``, where something is compressed."""
+    """The recipe's ``[compression]``, where sums or weights go compressed."""
     keeps_shards: bool = False
     """Where something is compressed: each replica keeps a shard of the sum (ZeRO), so nothing goes back compressed."""
-    slices: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Between islands: the elements at which the parts of a tensor begin that an island's ranks hold, where it is several."""
     delay: str | None = None
     """Name of an asynchronous schedule, whose weights change while microbatches are under way."""
     stages: Sequence[Sequence[str]] = ()

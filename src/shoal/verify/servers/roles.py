@@ -31,7 +31,8 @@ from shoal.serverrun.server.process import serve
 from shoal.serverrun.server.source import ShardSource
 from shoal.serverrun.worker.connection import ServerConnection, Worker
 from shoal.serverrun.worker.process import work
-from shoal.verify.mutants.catalogue import MUTANTS, Death, planted
+from shoal.verify.mutants.catalogue import MUTANTS, planted
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.recording import placement_values
 
 UPDATES, READS = "update", "read"

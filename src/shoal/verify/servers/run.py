@@ -23,7 +23,7 @@ from shoal.trainer.claim import Claim
 from shoal.trainer.config import Recipe
 from shoal.verify.compare.assemble import AssembledStep, RankPiece, assemble, placement_of
 from shoal.verify.compare.diagnose import RankGrid
-from shoal.verify.mutants.catalogue import Death
+from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.model import norm_of
 from shoal.verify.reference.recording import Step
 from shoal.verify.servers.roles import READS, UPDATES, ServerJob

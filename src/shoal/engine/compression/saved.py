@@ -132,6 +132,7 @@ class SavedSums:
         rank, size = self.sums.channel.rank, self.sums.channel.size
         method = torch.tensor(size)
         tensors: dict[str, Tensor] = {f"{_METHOD}{self.sums.rule.kind}/{size}": method}
+        tensors |= {f"{PREFIX}{name}": number for name, number in self.sums.numbers.items()}
         placements = {name: place_whole(()) for name in tensors}
         for what, by_name in self.sums.own_state().items():
             for name, tensor in by_name.items():
