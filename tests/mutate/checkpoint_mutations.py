@@ -58,7 +58,7 @@ CHECKPOINTS = [
         promise=GOOD,
         what="an asynchronous schedule counts a step at once",
         file="src/shoal/trainer/loop.py",
-        old="step + 1 - (self.engine.asynchronous.lag if self.engine.asynchronous is not None else 1)",
+        old="step if pipeline is None else step + 1 - pipeline.lag",
         new="step",
         test="tests/bugs/test_last_good_checkpoint.py::"
         "test_the_command_goes_on_with_a_lower_rate_under_every_plan[pp=2 schedule=pipedream-2bw microbatches=2]",

@@ -129,13 +129,13 @@ class SumsMemory:
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
         self.settle()
-        return {key: tensor for key, (tensor, _) in self._placed().items()}
+        return {key: tensor for key, (tensor, _) in self._with_places().items()}
 
     def placements(self) -> dict[str, Placement]:
         """Where this rank's part lies in the whole, by the name of the capture."""
-        return {key: placement for key, (_, placement) in self._placed().items()}
+        return {key: placement for key, (_, placement) in self._with_places().items()}
 
-    def _placed(self) -> dict[str, tuple[Tensor, Placement]]:
+    def _with_places(self) -> dict[str, tuple[Tensor, Placement]]:
         found: dict[str, tuple[Tensor, Placement]] = {}
         if self.sums is None:
             return found
