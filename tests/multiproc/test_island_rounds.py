@@ -28,9 +28,12 @@ from shoal.verify.oracle.islands import Agreement
 COUNT, STEPS = 3, 13
 SPOILT = (4, 1)
 """The step after which an island is not finite, and which one."""
-RULES = ("local:3", "diloco:3", "slowmo:3", "easgd:3", "stream:4,2,1")
+RULES = ("sparse:3,0.3", "local:3", "diloco:3", "slowmo:3", "easgd:3", "stream:4,2,1")
 CASES = [
-    (rule, weigh, True) for rule in RULES for weigh in ("equal", "samples") if weigh == "equal" or rule != "easgd:3"
+    (rule, weigh, True)
+    for rule in RULES
+    for weigh in ("equal", "samples")
+    if weigh == "equal" or rule not in ("easgd:3", "sparse:3,0.3")
 ]
 CASES += [("diloco:3", "samples", False), ("stream:4,2,1", "samples", False)]
 

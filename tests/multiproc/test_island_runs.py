@@ -12,9 +12,10 @@ from support.processes.command import ranks_of, read_events, read_summary, wait_
 SETTINGS = ("--set", "train.steps=11", "--set", "train.global_batch=12", "--set", "checkpoint.every=5")
 PLANS = (
     "dp=2 sync=diloco:3",
-    "dp=2 sync=stream:4,1,2",
+    "dp=2 sync=stream:4,1,2 compress=int4",
     "dp=3 sync=pushsum:random",
     "islands=2 dp=2 zero=3 sync=easgd:4",
+    pytest.param("dp=2 sync=sparse:3,0.1", marks=pytest.mark.soak),
 )
 
 

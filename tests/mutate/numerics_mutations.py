@@ -9,6 +9,7 @@ PIPELINE = "a synchronous schedule of a pipeline"
 DELAYED = "`pipedream`, `pipedream-vsync`, `pipedream-2bw`"
 SERVERS = "`bsp` and `ssp:0` with N workers"
 GROUPS = "the same with workers that are groups"
+ISLANDS = "islands under every `sync` give the bits"
 COUNTED = "collectives and bytes per step"
 KEPT = "what a microbatch keeps for its backward pass"
 PREDICT = "`shoal predict` says the same of a row"
@@ -53,6 +54,24 @@ NUMERICS = [
         new="            if False:\n                tensors[name], placements[name] = tensor, places[name]",
         test="tests/multiproc/test_compression_resume.py::test_every_bug_of_a_resume_is_seen",
         seconds=40,
+    ),
+    Mutation(
+        promise=ISLANDS,
+        what="a fragment is applied without waiting for it",
+        file="src/shoal/replicas/streaming.py",
+        old="            flight.wait()\n",
+        new="            pass\n",
+        test="tests/multiproc/test_island_flights.py::test_an_island_that_does_not_come_is_named_with_the_round",
+        seconds=20,
+    ),
+    Mutation(
+        promise=ISLANDS,
+        what="an island that is not finite counts in the number that the others are divided by",
+        file="src/shoal/replicas/exchange.py",
+        old="                flat.div_(self.members.count)",
+        new="                flat.div_(self._channel.size)",
+        test="tests/multiproc/test_island_rounds.py::test_rounds_with_an_island_that_is_not_finite_or_weighs_more_equal_the_oracle",
+        seconds=20,
     ),
     Mutation(
         promise=FAMILIES,

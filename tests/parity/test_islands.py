@@ -25,6 +25,7 @@ FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3", "islands=2 pp=2 sync=stream:4,2,1
 SOAKED = (
     "dp=2 sync=pushsum:exponential",
     "dp=3 sync=local:3",
+    "dp=3 sync=sparse:3,1",
     "dp=3 sync=stream:6,3,1",
     "dp=3 sync=easgd:2",
     "dp=3 sync=gossip:complete",
@@ -106,3 +107,30 @@ def test_every_planted_bug_of_policies_is_caught(recipe):
         for name in names:
             found = try_mutant(prover, MUTANTS[name], load_recipe(recipe), {})
             assert found.caught and found.control_ok, found
+
+
+COMPRESSED = (
+    "dp=2 sync=diloco:3 compress=int8",
+    "dp=2 sync=stream:4,2,1 compress=int4",
+    "dp=3 sync=local:3 compress=topk:0.05",
+    "islands=2 pp=2 sync=slowmo:3 compress=int4",
+    "dp=2 sync=diloco:3 compress=powersgd:2",
+    "dp=2 sync=diloco:3 compress=randk:0.1",
+    "dp=3 sync=gossip:ring compress=int4",
+    "dp=3 sync=gossip:complete,2 compress=topk:0.1",
+)
+
+
+def test_sparse_changes_equal_the_oracle(recipe):
+    with Prover(steps=3) as prover:
+        prove(prover, recipe, "dp=3 sync=sparse:3,0.05", "replicas.sparse_bits=2")
+        prove(prover, recipe, "islands=2 pp=2 sync=sparse:3,0.1")
+
+
+@pytest.mark.parametrize(
+    "plans", [COMPRESSED[1:2], *(pytest.param((plan,), marks=pytest.mark.soak) for plan in COMPRESSED)], ids=str
+)
+def test_compressed_changes_equal_one_process_that_plays_all_islands(recipe, plans):
+    with Prover(steps=3) as prover:
+        for plan in plans:
+            prove(prover, recipe, plan)

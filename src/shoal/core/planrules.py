@@ -397,6 +397,13 @@ def island_problems(plan: PlanKeys) -> Iterator[str]:
             f"schedule={plan.schedule} does not go with sync={plan.sync}: its stages update weights by themselves, at different "
             f"times; use schedule=1f1b"
         )
+    cut = {"zero": plan.zero, "tp": plan.tp if plan.tp > 1 else 0}
+    for key, degree in cut.items() if rule.kind == "sparse" else ():
+        if degree:
+            yield (
+                f"sync={plan.sync} cuts whole parameters into chunks, and {key}={degree} gives ranks parts of them, whose chunks "
+                f"would be others; leave {key} out, or use sync=diloco:{rule.period}"
+            )
     if replicas is not None and rule.kind == "gossip" and rule.graph == "exponential" and replicas & (replicas - 1):
         yield (
             f"sync={plan.sync} halves the distance to the mean at every round only where the islands are a power of two, and "
@@ -455,7 +462,33 @@ def _push_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
 
 
 def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
-    yield f"compress={plan.compress} does not go with sync={plan.sync} yet; leave compress out"
+    try:
+        sync = SyncRule.parse(plan.sync)
+    except RequestError:
+        return  # Told by ``island_problems``.
+    if rule.kind in ("onebit", "dgc"):
+        yield (
+            f"compress={plan.compress} is a rule for gradients, and islands with sync={plan.sync} send changes of weights; use "
+            f"compress=int8 or compress=topk:0.01"
+        )
+    if sync.kind == "gossip":
+        if sync.graph in ("exponential", "random"):
+            yield (
+                f"compress={plan.compress} remembers what neighbours were told, and those of sync={plan.sync} change; use "
+                f"sync=gossip:ring, or leave compress out"
+            )
+        if rule.kind not in ("fp16", "bf16", "fp8", "int8", "int4", "sign", "topk"):
+            yield f"compress={plan.compress} does not go with sync={plan.sync}; use compress=int8 or compress=topk:0.1"
+    if sync.kind in ("easgd", "pushsum", "sparse"):
+        yield (
+            f"compress={plan.compress} is for the mean change of local, diloco, slowmo and stream, and sync={plan.sync} takes "
+            f"none; leave compress out, or use sync=diloco:{sync.period}"
+        )
+    if plan.zero:
+        yield (
+            f"compress={plan.compress} between islands does not go with zero={plan.zero} inside: a shard's cut would divide "
+            f"blocks and matrices, and change the result; leave compress or zero out"
+        )
 
 
 def _onebit_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:

@@ -9,6 +9,7 @@ Islands are groups of ranks that sum their gradients at every step; this rule sa
     local:H@S          all-reduce for S steps, then the above                              Lin et al. 2020, "post-local SGD"
     diloco:H           an outer Nesterov step on the mean change of the weights            Douillard et al. 2023, "DiLoCo"
     stream:H,F,T       DiLoCo on F fragments in turn, applied T steps after they are sent  Douillard et al. 2025, streaming
+    sparse:H,K         the share K of the change that is largest, and the rest later       Sarfi et al. 2025, "SparseLoCo"
     slowmo:H           slow momentum on the mean change of the weights                     Wang et al. 2020, "SlowMo"
     easgd:H            islands are drawn to a center, and the center to them               Zhang et al. 2015, "EASGD"
     gossip:GRAPH[,H]   a weighted mean with the neighbours                                 Lian et al. 2017, "D-PSGD"
@@ -21,7 +22,7 @@ from typing import Literal
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.units import parse_duration
 
-SyncKind = Literal["allreduce", "local", "diloco", "stream", "slowmo", "easgd", "gossip", "pushsum"]
+SyncKind = Literal["allreduce", "local", "diloco", "stream", "sparse", "slowmo", "easgd", "gossip", "pushsum"]
 
 GRAPHS = ("ring", "exponential", "random", "complete")
 """Graphs that have a name; any other is a file that ends in .json."""
@@ -32,6 +33,7 @@ _FORMS = {
     "local": "local:H such as local:10, local:30s, or local:10@100 for all-reduce until step 100",
     "diloco": "diloco:H such as diloco:50",
     "stream": "stream:H,FRAGMENTS,DELAY such as stream:48,4,2",
+    "sparse": "sparse:H,K such as sparse:50,0.03, where K is the share of each chunk that is sent",
     "slowmo": "slowmo:H such as slowmo:48",
     "easgd": "easgd:H such as easgd:10",
     "gossip": "gossip:GRAPH such as gossip:ring, or gossip:ring,5 for every 5 steps",
@@ -54,6 +56,8 @@ class SyncRule:
     """Parts of the model that have rounds of their own (``stream``)."""
     delay: int = 0
     """Steps between sending a fragment's change and applying the round (``stream``)."""
+    keep: float = 1.0
+    """Share of each chunk of a change that is sent in a round (``sparse``)."""
     graph: str | None = None
     """Who is whose neighbour: a name of ``GRAPHS``, or a file."""
 
@@ -82,6 +86,9 @@ class SyncRule:
             case "stream":
                 _expect(text, name, words, 3, 3)
                 return _parse_stream(text, words)
+            case "sparse":
+                _expect(text, name, words, 2, 2)
+                return cls(kind="sparse", period=_whole(text, "H", words[0], 1), keep=_share(text, words[1]))
             case _:
                 _expect(text, name, words, 1, 2)
                 period = _whole(text, "H", words[1], 1) if len(words) > 1 else 1
@@ -97,6 +104,8 @@ class SyncRule:
                 return f"local:{every}" + (f"@{self.start}" if self.start else "")
             case "stream":
                 return f"stream:{self.period},{self.fragments},{self.delay}"
+            case "sparse":
+                return f"sparse:{self.period},{self.keep:g}"
             case "gossip" | "pushsum":
                 return f"{self.kind}:{self.graph}" + (f",{self.period}" if self.period > 1 else "")
             case _:
@@ -157,6 +166,16 @@ def _graph(text: str, given: str) -> str:
     raise RequestError(
         f"sync={text}: {given!r} is neither a graph nor a file that ends in .json; {did_you_mean(given, GRAPHS)}"
     )
+
+
+def _share(text: str, given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        raise RequestError(f"sync={text}: K is a share such as 0.03, not {given!r}; write {_FORMS['sparse']}") from None
+    if not 0 < value <= 1:
+        raise RequestError(f"sync={text}: K is {value:g}, and a share is above 0 and at most 1; write 0.03 for 3%")
+    return value
 
 
 def _expect(text: str, name: str, words: list[str], least: int, most: int) -> None:

@@ -55,7 +55,7 @@ class StepLoader:
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self._seed = seed
-        self._replica, self._num_replicas = 0, 1
+        self._replica, self._num_replicas, self._num_islands = 0, 1, 1
         self._position = Position()
         self._loader: Loader | None = None
         self._ahead: StepBatch | None = None
@@ -74,13 +74,16 @@ class StepLoader:
     def _is_stream(self) -> bool:
         return isinstance(self.source, Streamed)
 
-    def place(self, *, replica: int = 0, num_replicas: int = 1, micro_batch: int | None = None) -> None:
+    def place(
+        self, *, replica: int = 0, num_replicas: int = 1, micro_batch: int | None = None, num_islands: int = 1
+    ) -> None:
         """Say which replica this process is of, before the first batch or between two.
 
         Args:
             replica: its number.
             num_replicas: how many there are.
             micro_batch: samples per forward pass; what it was before when left out.
+            num_islands: groups of replicas, of which each has a mean loss of its own.
 
         Raises:
             RequestError: replicas or microbatches do not divide the global batch.
@@ -100,7 +103,7 @@ class StepLoader:
                 f"{num_replicas} replicas); set it to a divisor of {share}"
             )
         self.micro_batch = size
-        self._replica, self._num_replicas = replica, num_replicas
+        self._replica, self._num_replicas, self._num_islands = replica, num_replicas, num_islands
         self._reopen(self._position)
 
     # --- batches
@@ -235,6 +238,7 @@ class StepLoader:
                 micro_batch=self.micro_batch or self.global_batch // self._num_replicas,
                 replica=self._replica,
                 num_replicas=self._num_replicas,
+                num_islands=self._num_islands,
                 seed=self._seed,
                 position=self._position,
                 prefetch=self.options.prefetch,

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from shoal.comm.channel import Channel, TorchTransport
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.compression.exchange import CompressedSum
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
 from shoal.engine.state import RankState
 from shoal.engine.stop import StopRequest
+from shoal.replicas.choco import CompressedGossip
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
@@ -56,6 +58,8 @@ class Islands:
     """Brings weights to where forward passes read them."""
     forget: Callable[[], None]
     """Puts this rank's optimizer back to its beginning."""
+    sums: CompressedSum | None = None
+    """Adds changes up compressed; None where they go as they are."""
     goes_on: bool = False
     """An island whose step is not finite leaves it out, and comes to rounds all the same."""
     report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
@@ -69,6 +73,8 @@ class Islands:
     """Steps since the last round."""
     _rounds: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     """Rounds so far: the number of the next one."""
+    _taken: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Steps so far, where a script takes them and nobody numbers them."""
     _last_round: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -92,6 +98,11 @@ class Islands:
         """The mean of the islands' gradients, in place."""
         mean_over_islands_(gradients, self.channel)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that a script takes next."""
+        return int(self._taken)
+
     def before_update(self) -> None:
         """The optimizer is about to step."""
         self.policy.before_update()
@@ -104,6 +115,7 @@ class Islands:
             lr: its rate.
             samples: that this island learnt from in it.
         """
+        self._taken.fill_(step + 1)
         if self.sums_gradients(step):
             if step + 1 == self.rule.start:
                 self.policy.restart()
@@ -197,11 +209,14 @@ class Islands:
                 order=sorted(self.saved_names),
                 islands=self.channel.size,
                 inside=self.inside.size,
+                sparse_bits=self.config.sparse_bits,
+                message_bytes=self.policy.message_bytes(step) if isinstance(self.policy, CompressedGossip) else None,
             ),
             is_round=is_round,
             has_order=self._has_order,
             place=self.channel.rank,
             matrix=graph,
+            sums=self.sums,
         )
         return found if not self._is_measured else add_traffic(found, self._measuring(items, size))
 
@@ -330,8 +345,11 @@ class Islands:
         else:
             self.policy.restart()
             self.interval.restart()
+            if self.sums is not None:
+                self.sums.reset()
             self._since.zero_()
             self._rounds.zero_()
+            self._taken.zero_()
 
     def _policy_tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         state = self.policy.state()
@@ -344,8 +362,27 @@ class Islands:
                     key = f"{prefix}{where}/{what}/{self.saved_names[name]}"
                     tensors[key], placements[key] = tensor, self.placements[name]
         numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
-        shared = {"since": self._since, "round": self._rounds, **self.interval.numbers()}
+        numbers |= self._unsent()
+        shared = {"since": self._since, "round": self._rounds, "taken": self._taken, **self.interval.numbers()}
         numbers |= {f"shared/{what}": number for what, number in shared.items()}
         for what, number in numbers.items():
             tensors[prefix + what], placements[prefix + what] = number, place_whole(number.shape)
         return tensors, placements
+
+    def num_state_bytes(self) -> int:
+        """Bytes of the policy's copies: agreed weights, momentum, what is in flight or not sent yet."""
+        state = self.policy.state()
+        groups = (*state.shared.values(), *state.own.values())
+        return sum(tensor.nbytes for named in groups for tensor in named.values())
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """What compressed sums remember on this rank: each rank's own, for the same plan to go on from."""
+        if self.sums is None:
+            return {}
+        kept = {(what, name): one for what, named in self.sums.own_state().items() for name, one in named.items()}
+        shared = self.sums.shared_state()
+        kept |= {(what, name): one[0] for what, named in shared.items() for name, one in named.items()}
+        prefix = f"{self.channel.rank}/compress-{self.sums.rule.kind}"
+        return {
+            f"{prefix}/{what}/{self.inside.rank}/{self.saved_names[name]}": one for (what, name), one in kept.items()
+        }

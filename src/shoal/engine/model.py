@@ -173,7 +173,7 @@ class ParallelModel:
             self.passes.enter("optimizer", step)
             self.step(lr=lr() if callable(lr) else lr, number=step)
         elif self.islands is not None and self.islands.goes_on:
-            self._pass_over(lr=lr() if callable(lr) else lr, number=step)
+            self.pass_over(lr=lr() if callable(lr) else lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -267,11 +267,20 @@ class ParallelModel:
         rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
         islands.after_update(number, lr=float(rate), samples=samples)
 
-    def _pass_over(self, *, lr: float | None, number: int) -> None:
+    def pass_over(self, *, lr: float | None = None, number: int | None = None) -> None:
         """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others."""
-        assert self.islands is not None
+        if self.islands is None:
+            return
+        number = self.islands.next_step if number is None else number
         self.islands.before_update()
         self._meet(self.islands, number, lr=lr, samples=0)
+        self.reduction.publish()
+
+    def stepped_by_script(self) -> None:
+        """A script's own optimizer has stepped: islands meet, and weights go to where forward passes read them."""
+        if self.islands is not None:
+            self._meet(self.islands, self.islands.next_step, lr=None, samples=self._samples)
+            self.islands.end_step()
         self.reduction.publish()
 
     def update(self) -> None:
@@ -287,7 +296,7 @@ class ParallelModel:
         """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
         if self.passes.has_batch_norm:
             batchnorm.fold(self.model, keep=is_taken)
-        if self.islands is not None and is_taken:
+        if self.islands is not None and is_taken and not self.publishes_by_itself:
             self.islands.end_step()
 
     def _sum_gradients(self, step: int) -> None:
@@ -376,10 +385,7 @@ class ParallelModel:
         return self.hooks.add_tensors(own if self.asynchronous is None else self.asynchronous.add_versions(own, step))
 
     def state_to_save(self, step: int = 0) -> RankState:
-        """What a checkpoint keeps on this rank: ``state``; of islands their mean, and what each needs to go on exactly.
-
-        All ranks call it together.
-        """
+        """What a checkpoint keeps on this rank; of islands their mean, and what each needs. All ranks call it together."""
         own = self.state(step)
         return own if self.islands is None else self.islands.to_save(own)
 
@@ -397,11 +403,7 @@ class ParallelModel:
         return found
 
     def restored(self) -> str | None:
-        """A checkpoint was written into the live tensors: bring weights to where forward passes read them.
-
-        Returns:
-            What to tell the user of it; None where there is nothing to tell.
-        """
+        """A checkpoint was written into the live tensors: publish the weights. Returns what to tell the user, if anything."""
         self.reduction.publish()
         of_sums = self._dropped_sums if self.saved_sums is None else self.saved_sums.loaded()
         of_islands = self._restored_islands()

@@ -54,7 +54,7 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.replicas.build import build_policy
+from shoal.replicas.build import build_codings, build_policy
 from shoal.replicas.policy import Island
 from shoal.telemetry.statusboard import RankStatus
 
@@ -170,7 +170,6 @@ def _make_optimizer(
         made = build_optimizer(settings.optim, model, updated=reduction.updated, norms=norms, groups=groups)
     else:
         made = given.adopt(reduction.updated)
-        made.register_step_post_hook(lambda *_: reduction.publish())
     initialise_state(made)
     if reduction.exchange is not None:
         # Every way to take a step comes by here, a script's own too; one that is not taken does not.
@@ -381,6 +380,10 @@ def _assemble(
         saved_sums=_save_sums(passes.reduction, outline),
         needs_exact_norm=settings.optim.adapt == "adascale" or settings.train.batch_schedule == "noise",
     )
+    if is_given:
+        if (islands := assembled.islands) is not None:
+            optimizer.register_step_pre_hook(lambda *_: islands.before_update())
+        optimizer.register_step_post_hook(lambda *_: assembled.stepped_by_script())
     remember(assembled)
     for hook in assembled.hooks:
         hook.on_attach(assembled)
@@ -416,12 +419,18 @@ def _build_islands(
     order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
     # Every rank makes it, or none: the rule is the plan's.
     overlaps = rule.kind == "stream" and rule.delay > 0
+    background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
+    coding, sums = build_codings(
+        rule, parts.plan.compress, settings.compression, weights, background or channel, settings.train.seed
+    )
     island = Island(
         channel=channel,
         weights=weights,
         seed=settings.train.seed,
         inside=parts.mesh.everyone,
-        background=parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None,
+        background=background,
+        sums=sums,
+        coding=coding,
         rank=parts.world.rank,
         deadline_seconds=parts.world.deadline_seconds,
     )
@@ -440,6 +449,7 @@ def _build_islands(
         device=parts.world.device,
         publish=reduction.publish,
         forget=lambda: reset_state(optimizer),
+        sums=sums,
         goes_on=settings.train.nonfinite == "skip",
     )
 

@@ -16,6 +16,7 @@ from shoal.compression.config import CompressionConfig
 from shoal.core.axes import Axis
 from shoal.core.compressrule import CompressRule
 from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.batchform import call_model, flat_targets, map_targets, targets_of
@@ -33,6 +34,7 @@ from shoal.parallel.state_bytes import StateBytes, measure_state_bytes, predict_
 from shoal.pipeline.build import RankPart
 from shoal.pipeline.reduction import StageReduction
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
+from shoal.replicas.memory import policy_copies
 
 STATE = ("weights", "gradients", "optimizer")
 
@@ -100,6 +102,9 @@ class RankPreview:
             # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
             num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
             optim=optim,
+            num_copies=policy_copies(SyncRule.parse(plan.sync).kind, is_compressed=plan.compress is not None)
+            if plan.islands > 1
+            else 0,
             compress=compress,
             has_masters=compression is not None and compression.weights != "none",
         )
@@ -144,4 +149,5 @@ def measure_state(model: ParallelModel) -> dict[str, int]:
     kept = ("weights", "optimizer") if model.asynchronous is not None else STATE
     if reduction.exchange is not None:
         kept = (*kept, "compression")
-    return {name: value for name, value in asdict(sizes).items() if name in kept}
+    found = {name: value for name, value in asdict(sizes).items() if name in kept}
+    return found if model.islands is None else {**found, "islands": model.islands.num_state_bytes()}

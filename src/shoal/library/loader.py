@@ -77,7 +77,8 @@ class RunLoader(StepLoader):
         self._is_stopping, self._begin, self._between = is_stopping, begin, between
         self.resolved = resolved
         super().__init__(dataset, global_batch=global_batch, seed=seed, options=options)
-        self.place(replica=replica, num_replicas=num_replicas, micro_batch=resolved.micro_batch)
+        islands = resolved.plan.islands
+        self.place(replica=replica, num_replicas=num_replicas, micro_batch=resolved.micro_batch, num_islands=islands)
 
     @property
     def epoch(self) -> int:

@@ -38,11 +38,6 @@ def read_plan(given: object) -> Plan:
     if plan is None:
         return Plan()
     if isinstance(plan, Plan):
-        if plan.islands > 1 or plan.sync != "allreduce":
-            raise RequestError(
-                f"plan {str(plan)!r}: islands and sync are carried out by recipes (shoal train), not by a script's own loop yet; "
-                f"leave them out here"
-            )
         return plan
     raise RequestError(f"plan={given!r} is no plan; give its text, such as 'dp=2 zero=1', or a shoal.Plan")
 
@@ -92,9 +87,9 @@ class RunProcess:
                 f"plan {str(plan)!r}: parameter servers run recipes (`shoal train`), not a script's own loop; use a plan with dp"
             )
         if plan.dp is None:
-            plan = replace(plan, dp=max(1, self.world.size // max(1, plan.ranks_per_replica)))
+            plan = replace(plan, dp=max(1, self.world.size // max(1, plan.ranks_per_replica * plan.islands)))
         plan.check(world_size=self.world.size)
-        return plan
+        return plan.with_islands
 
     def _listen(self) -> None:
         """Let SIGTERM ask to stop; python takes signals on its main thread only."""
@@ -155,4 +150,4 @@ class RunProcess:
     def _replica(self) -> tuple[int, int]:
         """This rank's replica, and how many there are."""
         mesh = pretend_mesh(self.plan, self.rank)
-        return mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA)
+        return mesh.replica, mesh.degree(Axis.ISLAND) * mesh.degree(Axis.DATA)

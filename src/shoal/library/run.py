@@ -35,7 +35,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
 from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
-from shoal.core.events import Logged, RunEnded, StepDone
+from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
@@ -66,6 +66,7 @@ from shoal.library.setups import (
     sort_companions,
 )
 from shoal.models.build import refuse_lazy
+from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
 
@@ -93,6 +94,7 @@ class Run(SavedRun):
         threads: compute threads of this process; left out, torch's own choice.
         deadline: seconds that a collective may take.
         telemetry: what is recorded.
+        replicas: how islands agree beyond the plan's ``sync``: the settings of a recipe's ``[replicas]``.
         world: the processes, where they are joined already.
     """
 
@@ -112,6 +114,7 @@ class Run(SavedRun):
         threads: int | None = None,
         deadline: float | None = None,
         telemetry: TelemetryConfig | None = None,
+        replicas: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__()
@@ -130,6 +133,7 @@ class Run(SavedRun):
         }
         self._config(1)  # So that a wrong value is told of here.
         self._keep = checkpoint or CheckpointConfig()
+        self._replicas = validate(ReplicaConfig, dict(replicas or {}), origin="shoal.Run(replicas=)")
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
         self._threads, self._given_world = threads, world
@@ -281,7 +285,7 @@ class Run(SavedRun):
             loader.splits,
             scored,
             plan=plan,
-            settings=Settings(train=train),
+            settings=Settings(train=train, replicas=self._replicas),
             world=self.world,
             status=self._status,
             hooks=[*self.hooks, *hooks],
@@ -360,6 +364,7 @@ class Run(SavedRun):
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
         else:
+            own.engine.pass_over()
             self._reporter.warn(f"step {self._num_steps + 1} was left out: loss {loss}, norm of the gradient {norm}")
         self._leave()
         return StepResult(
@@ -386,6 +391,7 @@ class Run(SavedRun):
         )
         for hook in own.engine.hooks:
             hook.on_update(own.num_updates - 1, result)
+        self._reporter.rounds(own.engine.take_rounds())
         self._heed(own)
         if own is not self._setups[0] or self._batch is None:
             return
@@ -435,16 +441,11 @@ class Run(SavedRun):
                 source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics
             )
         self._evaluated = found
+        own.engine.follow_evaluation(found.loss)
         self._reporter.evaluated(found.as_event(self._num_steps))
         self._heed(own)
         self._leave()
         return found
-
-    def log(self, **values: Any) -> None:
-        """Record numbers in the events of the run, under the newest step."""
-        self._reporter.event(
-            Logged(step=self._num_steps, values={name: float(value) for name, value in values.items()})
-        )
 
     # --- its end
 

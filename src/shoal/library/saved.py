@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.errors import RequestError, RunError
+from shoal.core.events import Logged
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import seed_process
@@ -128,7 +129,7 @@ class SavedRun(RunProcess):
                 "run.save() needs a place: give shoal.Run a run_dir, or start the script with `shoal run`"
             )
         self._reporter.enter("checkpoint", self._num_steps)
-        if self._checkpoints.save(self._num_steps, merge_states(self._setups), self._values()):
+        if self._checkpoints.save(self._num_steps, merge_states(self._setups, to_save=True), self._values()):
             for own in self._setups:
                 for hook in own.engine.hooks:
                     hook.on_save(own.num_updates)
@@ -136,6 +137,12 @@ class SavedRun(RunProcess):
             self._reporter.enter("wait: checkpoint", self._num_steps)
             self._checkpoints.wait()
         self._leave()
+
+    def log(self, **values: Any) -> None:
+        """Record numbers in the events of the run, under the newest step."""
+        self._reporter.event(
+            Logged(step=self._num_steps, values={name: float(value) for name, value in values.items()})
+        )
 
     def _heed(self, own: ModelSetup) -> None:
         """Do what hooks asked for; what they want saved is saved between two steps, when schedulers were stepped too."""
@@ -164,12 +171,19 @@ class SavedRun(RunProcess):
         checkpoints = self._open_checkpoints()
         if checkpoints is not None:
             checkpoints.wait()  # What was saved a moment ago is the newest.
-        path = None if checkpoints is None else checkpoints.restore(merge_states(self._setups), self._take_values)
+        first = self._setups[0].engine
+        path = None
+        if checkpoints is not None:
+            # Of islands, which are one model's, the checkpoint says whether it is of theirs.
+            named = first.state_to_load if first.islands is not None else None
+            path = checkpoints.restore(merge_states(self._setups), self._take_values, named=named)
         if path is None:
             self._reporter.tell("there is no checkpoint to go on from; starting at step 0")
             return None
         for own in self._setups:
             own.engine.reduction.publish()
+        if first.islands is not None and (said := first.restored()) is not None:
+            self._reporter.tell(said)
         self._was_loaded = True
         self._reporter.tell(f"going on from step {self._num_steps}, {path}")
         return self._num_steps

@@ -113,8 +113,19 @@ class RunCheckpoints:
         """Stop the writer."""
         self._saver.close()
 
-    def restore(self, state: RankState, load: Callable[[dict[str, Any]], None]) -> Path | None:
+    def restore(
+        self,
+        state: RankState,
+        load: Callable[[dict[str, Any]], None],
+        *,
+        named: Callable[[RankState, Collection[str]], RankState] | None = None,
+    ) -> Path | None:
         """Load the newest whole checkpoint into the live tensors, and give its values to ``load``; None where there is none.
+
+        Args:
+            state: the live tensors.
+            load: takes the values.
+            named: gives the tensors the names that they have in a checkpoint with these ones.
 
         Raises:
             RunError: a rank cannot read it, or it does not fit this run. All ranks raise together.
@@ -124,7 +135,7 @@ class RunCheckpoints:
             return None
         problem = ""
         try:
-            self._load(path, manifest, state, load)
+            self._load(path, manifest, state, load, named)
         except (OSError, ShoalError) as error:
             problem = f"rank {self._world.rank} cannot go on from {path}: {error}"
         if said := agree_on_failure(self._world, problem, where=path):
@@ -138,14 +149,24 @@ class RunCheckpoints:
             self._reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
         return found.path
 
-    def _load(self, path: Path, manifest: str, state: RankState, load: Callable[[dict[str, Any]], None]) -> None:
+    def _load(
+        self,
+        path: Path,
+        manifest: str,
+        state: RankState,
+        load: Callable[[dict[str, Any]], None],
+        named: Callable[[RankState, Collection[str]], RankState] | None,
+    ) -> None:
         prefix = f"rng/rank-{self._world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         kept = checkpoint.values.get(_KEY)
         if not isinstance(kept, str):
             raise RunError("it was not saved by a script's own run (shoal.Run)")
+        refuse_other_state(
+            without_missing(state, checkpoint.manifest.tensors), checkpoint.manifest.tensors, origin=str(path)
+        )
+        state = state if named is None else named(state, set(checkpoint.manifest.tensors))
         state = without_missing(state, checkpoint.manifest.tensors)
-        refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
         load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
         load(decode_state(kept))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
@@ -155,14 +176,19 @@ class RunCheckpoints:
         self._saved = kept
 
 
-def merge_states(setups: list[ModelSetup]) -> RankState:
-    """The state of all models of a run on this rank, each under its own name."""
+def merge_states(setups: list[ModelSetup], *, to_save: bool = False) -> RankState:
+    """The state of all models of a run on this rank, each under its own name.
+
+    Args:
+        setups: of the models.
+        to_save: as a checkpoint keeps it, which all ranks find out together; else the live tensors.
+    """
     tensors: dict[str, Any] = {}
     placements: dict[str, Any] = {}
     weights: set[str] = set()
     has_updates = True
     for own in setups:
-        state = own.engine.state(own.num_updates)
+        state = own.engine.state_to_save(own.num_updates) if to_save else own.engine.state(own.num_updates)
         tensors |= {_labelled(name, own.label): tensor for name, tensor in state.tensors.items()}
         placements |= {_labelled(name, own.label): one for name, one in state.placements.items()}
         weights |= {_labelled(name, own.label) for name in state.all_weights}

@@ -143,6 +143,11 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
     """
     if not setups:
         return
+    if (islands := setups[0].engine.islands) is not None:
+        raise RequestError(
+            f"islands with sync={islands.rule} are of one model, and one is set up; set the other up in a run of its own, or "
+            f"leave sync out"
+        )
     kind = type(model).__name__
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     for setup in setups:

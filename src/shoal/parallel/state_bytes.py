@@ -31,6 +31,8 @@ class StateBytes:
     optimizer: int
     working: int = 0
     """Pool buffers: units gathered at stage 3, and buckets of gradients in flight at stages 2 and 3."""
+    islands: int = 0
+    """What a policy between islands keeps: agreed weights, momentum, changes in flight."""
     compression: int = 0
     """What compressed sums keep: residuals and the like, and the next state, which is made beside the last."""
 
@@ -44,6 +46,7 @@ def predict_state_bytes(
     data_rank: int,
     num_microbatches: int,
     optim: OptimConfig,
+    num_copies: int = 0,
     compress: tuple[CompressRule, CompressionConfig] | None = None,
     has_masters: bool = False,
 ) -> StateBytes:
@@ -57,6 +60,7 @@ def predict_state_bytes(
         data_rank: this rank's place along it.
         num_microbatches: microbatches of one step.
         optim: the ``[optim]`` section.
+        num_copies: that a policy between islands keeps of what the rank updates.
         compress: how gradients are compressed; None where they are not.
         has_masters: weights are gathered by a codec, so that stages 1 and 2 keep float32 shards beside them.
     """
@@ -69,7 +73,10 @@ def predict_state_bytes(
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
-        return StateBytes(weights=num_bytes, gradients=num_bytes, optimizer=state, compression=residuals)
+        islands = num_copies * num_bytes
+        return StateBytes(
+            weights=num_bytes, gradients=num_bytes, optimizer=state, compression=residuals, islands=islands
+        )
     layout = lay_out(model, analysis, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
     keeps_whole = stage == 1 or num_microbatches > 1 or compress is not None
@@ -81,6 +88,7 @@ def predict_state_bytes(
         gradients=whole if keeps_whole else shard,
         optimizer=num_state_bytes(optim, [numel for numel in pieces if numel], itemsize),
         working=working * itemsize,
+        islands=num_copies * sum(pieces) * itemsize,
         compression=residuals,
     )
 

@@ -62,8 +62,9 @@ class Averaging:
             share=share if self._island.is_finite(changes.values()) else 0.0,
             by_samples=by_samples,
             step=end.step,
+            sums=self._island.sums,
         )
-        self.left_out = mean.finish(list(changes.values())).left_out
+        self.left_out = mean.finish(changes).left_out
         self._samples.zero_()
         for name, change in changes.items():
             self._step(name, self._agreed[name], change, end.lr)

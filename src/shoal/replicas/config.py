@@ -20,8 +20,14 @@ class ReplicaConfig(Config):
     """Rate of the slow step of slowmo."""
     slow_momentum: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the slow step of slowmo."""
+    gossip_rate: float = Field(default=0.5, gt=0, le=1)
+    """How far an island of gossip with compress goes to what it knows of its neighbours; the coarser the codec, the less."""
     pull: float | None = Field(default=None, gt=0, lt=1)
     """Share of the way to the center that an island of easgd goes at a round; 0.9 over the number of islands when left out."""
+    sparse_decay: float = Field(default=0.95, ge=0, le=1)
+    """What is left at the next round of what an island of sparse has not sent."""
+    sparse_bits: Literal[2, 32] = 32
+    """Bits of each value that an island of sparse sends; 2 rounds to thirds of the chunk's largest, and keeps what that loses."""
     weigh: Literal["equal", "samples"] = "equal"
     """What an island's change counts in the mean of local, diloco, stream and slowmo: as much as any other's, or by the samples
     that it learnt from since the last round, which differ where the last batch of an epoch is short or steps are left out."""

@@ -4,13 +4,14 @@ An island's rank exchanges with the ranks of equal coordinates in the other isla
 the model and nothing is gathered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
 from shoal.comm.ordered import sum_in_order_
+from shoal.compression.exchange import CompressedSum
 from shoal.core.errors import RunError
 
 BUCKET_ELEMENTS = 4 * 2**20
@@ -97,19 +98,26 @@ class MeanChange:
         share: of this island: 0 leaves it out, and is what its weights not being finite means.
         by_samples: shares are samples, and weigh; else they are 1.
         step: at whose end the round is held.
+        sums: adds changes up compressed, over the same channel; left out, they go as they are.
     """
 
-    def __init__(self, channel: Channel, *, share: float, by_samples: bool, step: int) -> None:
+    def __init__(
+        self, channel: Channel, *, share: float, by_samples: bool, step: int, sums: CompressedSum | None = None
+    ) -> None:
         self._channel, self._share, self._by_samples, self._step = channel, share, by_samples, step
+        self._sums = sums
         self.members = Membership([1.0] * channel.size)
         """Who was in it; known after the first message."""
 
-    def messages(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def messages(self, changes: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace the changes by their mean, a message at a time."""
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = next((change.device for change in changes.values()), torch.device("cpu"))
         self.members = tell_shares(self._channel, self._share, step=self._step, device=device)
         yield
-        for bucket in buckets(tensors):
+        if self._sums is not None:
+            self._sum_compressed(self._sums, changes)
+            return
+        for bucket in buckets(list(changes.values())):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             self._weigh_(flat)
             sum_in_order_(flat, self._channel)
@@ -119,15 +127,25 @@ class MeanChange:
                 tensor.copy_(part.view_as(tensor))
             yield
 
+    def _sum_compressed(self, sums: CompressedSum, changes: Mapping[str, Tensor]) -> None:
+        for change in changes.values():
+            self._weigh_(change)
+        # Draws and the first compressed round are by the step: it is in every checkpoint, and rounds may be of fragments.
+        sums.begin_step(self._step)
+        sums.reduce_(changes)
+        sums.commit()
+        for change in changes.values() if not self._by_samples else ():
+            change.div_(self.members.count)
+
     def _weigh_(self, flat: Tensor) -> None:
         if self._share == 0:
             flat.zero_()
         elif self._by_samples:
             flat.mul_(self._share / sum(self.members.shares))
 
-    def finish(self, tensors: Sequence[Tensor]) -> Membership:
+    def finish(self, changes: Mapping[str, Tensor]) -> Membership:
         """All messages, here and now."""
-        for _ in self.messages(tensors):
+        for _ in self.messages(changes):
             pass
         return self.members
 

@@ -14,6 +14,19 @@ import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
+from shoal.compression.codec import Codec
+from shoal.compression.exchange import CompressedSum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """How messages of gossip are coded."""
+
+    codec: Codec
+    names: frozenset[str]
+    """Of the parameters that are; small ones and vectors are not."""
+    start: int
+    """The first step whose round is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +43,10 @@ class Island:
     """The ranks of this island; None where it is one rank."""
     background: Channel | None = None
     """The ranks of ``channel`` once more, for exchanges that go on during steps; None where the rule has none."""
+    sums: CompressedSum | None = None
+    """Adds changes up compressed, over ``background`` where there is one; None where they go as they are."""
+    coding: Coding | None = None
+    """How messages to neighbours are coded; None where they go as they are."""
     rank: int = 0
     """Of this process in the run, for errors."""
     deadline_seconds: float = 600.0

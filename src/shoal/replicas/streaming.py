@@ -76,17 +76,18 @@ class Streaming:
 
     def _send(self, fragment: int, step: int) -> None:
         names = self._fragments[fragment]
-        changes = [self._in_flight[name] for name in names]
-        for name, change in zip(names, changes, strict=True):
+        changes = {name: self._in_flight[name] for name in names}
+        for name, change in changes.items():
             change.copy_(self._agreed[name] - self._island.weights[name])
         by_samples = self._config.weigh == "samples"
         share = float(self._samples[fragment]) if by_samples else 1.0
         channel = self._island.background or self._island.channel
         mean = MeanChange(
             channel,
-            share=share if self._island.is_finite(changes) else 0.0,
+            share=share if self._island.is_finite(changes.values()) else 0.0,
             by_samples=by_samples,
             step=step,
+            sums=self._island.sums,
         )
         if self._island.background is None:
             self._note(fragment, mean.finish(changes))

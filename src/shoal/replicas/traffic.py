@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.compression.exchange import CompressedSum
 from shoal.core.axes import Axis
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.exchange import BUCKET_ELEMENTS
 from shoal.replicas.graphs import Matrix
+from shoal.replicas.sparse import payload_bytes
 
 TOLD_EVERY = 10
 """Steps after which islands ask each other whether to stop, where rounds are not held more often."""
@@ -33,6 +35,10 @@ class Sizes:
     islands: int
     inside: int
     """Ranks of an island."""
+    message_bytes: int | None = None
+    """Of a message of gossip, where it is compressed."""
+    sparse_bits: int = 32
+    """Of each value, where the rule is sparse."""
 
 
 def tells_stop(rule: SyncRule, step: int, *, is_round: bool) -> bool:
@@ -50,6 +56,7 @@ def step_traffic(
     has_order: bool,
     place: int = 0,
     matrix: Matrix | None = None,
+    sums: CompressedSum | None = None,
 ) -> TrafficCounts:
     """What one rank sends to other islands in step number ``step``, counted from 0.
 
@@ -61,6 +68,7 @@ def step_traffic(
         has_order: the channel adds in the order of ranks by itself.
         place: of the rank's island, for gossip.
         matrix: the weights of this round's graph, for gossip.
+        sums: what changes went through in the last round, where they go compressed.
     """
     found: TrafficCounts = {}
     everything = list(sizes.elements.values())
@@ -75,15 +83,23 @@ def step_traffic(
             if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
                 names = set(sizes.order[fragment :: rule.fragments])
                 part = [count for name, count in sizes.elements.items() if name in names]
-                found = add_traffic(found, _told(sizes), summed_traffic(part, sizes.item_bytes, has_order=has_order))
+                dense = summed_traffic(part, sizes.item_bytes, has_order=has_order)
+                found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
-        sent = receivers * sum(everything) * sizes.item_bytes
+        message = sizes.message_bytes
+        sent = receivers * (sum(everything) * sizes.item_bytes if message is None else message)
         calls = 2 if rule.kind == "pushsum" else 1
         numbers = receivers * _NUMBER_BYTES if rule.kind == "pushsum" else 0
         found = {(_AXIS, "all_to_all"): Traffic(calls=calls, num_bytes=sent + numbers)}
+    elif is_round and rule.kind == "sparse":
+        own = payload_bytes(everything, rule.keep, bits=sizes.sparse_bits, item_bytes=sizes.item_bytes)
+        gathered = {(_AXIS, "all_gather"): Traffic(calls=1, num_bytes=own * sizes.islands)}
+        found = add_traffic(_looked(sizes), _told(sizes), gathered)
     elif is_round:
         summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
+        if sums is not None:
+            summed = sums.forecast_traffic()
         found = add_traffic(_looked(sizes), _told(sizes), summed)
     if rule.seconds is not None and step >= rule.start:
         found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})

@@ -186,6 +186,7 @@ def _sizes_of(preview: RankPreview, settings: Settings, num_copies: int) -> dict
         "gradients": sizes.gradients,
         "optimizer": sizes.optimizer,
         "working": sizes.working,
+        **({"islands": sizes.islands} if sizes.islands else {}),
     }
     if sizes.compression:
         parts["compression"] = sizes.compression

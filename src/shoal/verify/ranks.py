@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,7 +95,17 @@ class GradientRecorder(Hook):
 def compressed_sums(trainer: Trainer) -> CompressedSum | None:
     """The sums of a trainer that go compressed, between replicas or between islands; None where none do."""
     exchange = trainer.engine.reduction.exchange
+    if trainer.engine.islands is not None:
+        return trainer.engine.islands.sums
     return None if exchange is None else exchange.sums
+
+
+def sums_memory(trainer: Trainer) -> "SumsMemory":
+    """What the compressed sums of a trainer remember."""
+    islands = trainer.engine.islands
+    if islands is None:
+        return SumsMemory(compressed_sums(trainer))
+    return SumsMemory(compressed_sums(trainer), islands.close, is_of_islands=True)
 
 
 @dataclass(frozen=True)
@@ -106,16 +116,27 @@ class SumsMemory:
     """
 
     sums: CompressedSum | None
+    settle: Callable[[], None] = lambda: None
+    """Waits for a sum that is under way beside the steps, which is when it is known what it leaves unsent."""
+    is_of_islands: bool = False
+    """Each island is compared by itself, and none has all of what the owners of a sum did not send back: the next round shows
+    it."""
+
+    def _shared(self) -> dict[str, dict[str, tuple[Tensor, int, int]]]:
+        assert self.sums is not None
+        found = self.sums.shared_state()
+        return {what: named for what, named in found.items() if not (self.is_of_islands and what == "sum_residual")}
 
     def tensors(self) -> dict[str, Tensor]:
         """As it is now."""
-        return {key: tensor for key, (tensor, _) in self._with_placements().items()}
+        self.settle()
+        return {key: tensor for key, (tensor, _) in self._with_places().items()}
 
     def placements(self) -> dict[str, Placement]:
         """Where this rank's part lies in the whole, by the name of the capture."""
-        return {key: placement for key, (_, placement) in self._with_placements().items()}
+        return {key: placement for key, (_, placement) in self._with_places().items()}
 
-    def _with_placements(self) -> dict[str, tuple[Tensor, Placement]]:
+    def _with_places(self) -> dict[str, tuple[Tensor, Placement]]:
         found: dict[str, tuple[Tensor, Placement]] = {}
         if self.sums is None:
             return found
@@ -127,7 +148,7 @@ class SumsMemory:
                 start = part.offset // math.prod(part.shape[1:])
                 place = place_whole(part.shape).rows(start, start + len(rows))
                 found[f"optimizer/{name}/{what}-{self.sums.channel.rank}"] = rows, place
-        for what, shared in self.sums.shared_state().items():
+        for what, shared in self._shared().items():
             for name, (tensor, start, num_rows) in shared.items():
                 place = place_whole((num_rows, *tensor.shape[1:])).rows(start, start + len(tensor))
                 found[f"optimizer/{name}/{what}"] = tensor, place
@@ -178,7 +199,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(trainer: Trainer, observer: TrafficObserver, steps: int, folder: Path) -> dict[str, Any]:
     recorder = Recorder(folder, f"rank-{trainer.world.rank:03d}")
-    summed, memory = GradientRecorder(), SumsMemory(compressed_sums(trainer))
+    summed, memory = GradientRecorder(), sums_memory(trainer)
     trainer.engine.add_hook(summed)
     counted: list[TrafficCounts] = []
     expected: list[TrafficCounts] = []

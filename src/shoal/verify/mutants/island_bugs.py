@@ -1,7 +1,7 @@
 """Bugs of replica policies that people met, or nearly met, in systems that have them, planted as those of ``planted_bugs.py``
 are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -12,17 +12,17 @@ from shoal.verify.mutants.planted_bugs import Honest, replaces
 
 
 @replaces(exchange.MeanChange, "messages")
-def sum_changes(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
+def sum_changes(honest: Honest, self: exchange.MeanChange, changes: Mapping[str, Tensor]) -> Iterator[None]:
     """The sum of the islands' changes where their mean is due."""
-    yield from honest(self, tensors)
-    for tensor in tensors:
-        tensor.mul_(self._channel.size)
+    yield from honest(self, changes)
+    for change in changes.values():
+        change.mul_(self._channel.size)
 
 
 @replaces(exchange.MeanChange, "messages")
-def leave_out_last(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
+def leave_out_last(honest: Honest, self: exchange.MeanChange, changes: Mapping[str, Tensor]) -> Iterator[None]:
     """The last bucket is never exchanged, as torchft's bucketed path once did."""
-    yield from honest(self, tensors[:-1])
+    yield from honest(self, dict(list(changes.items())[:-1]))
 
 
 @replaces(averaging.Averaging, "_nesterov")
@@ -57,9 +57,9 @@ def apply_late(honest: Honest, self: streaming.Streaming, end: policy.StepEnd) -
 
 
 @replaces(exchange.MeanChange, "messages")
-def apply_unarrived(honest: Honest, self: exchange.MeanChange, tensors: Sequence[Tensor]) -> Iterator[None]:
+def apply_unarrived(honest: Honest, self: exchange.MeanChange, changes: Mapping[str, Tensor]) -> Iterator[None]:
     """A fragment is applied before it has arrived: what is found in its place is still this island's own change."""
-    yield from honest(self, [tensor.clone() for tensor in tensors])
+    yield from honest(self, {name: change.clone() for name, change in changes.items()})
 
 
 @replaces(averaging.Averaging, "_nesterov")

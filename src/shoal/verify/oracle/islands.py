@@ -20,6 +20,7 @@ from shoal.core.seeding import derive_key
 from shoal.core.syncrule import SyncRule
 from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
+from shoal.verify.oracle.codecs import key_of, largest_places, only
 from shoal.verify.oracle.coded_weights import reading_coded
 from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
@@ -172,6 +173,11 @@ class Agreement:
         self.in_flight: Weights = {}
         self.left_out: list[int] = []
         """Islands whose change was not finite in the round that was just applied."""
+        self.told = [{name: own[name].clone() for name in self.names} for own in self.islands]
+        self.heard = [{name: own[name].clone() for name in self.names} for own in self.islands]
+        """What each island has told of its weights, and the mean of what its neighbours have, where gossip is compressed."""
+        self.unsent = [{name: torch.zeros_like(self.agreed[name]) for name in self.names} for _ in islands]
+        """What each island of sparse has not sent."""
         self.missing: dict[int, list[int]] = {}
         """The same of the fragments that are under way."""
         self.samples = {name: [0] * len(islands) for name in self.names}
@@ -185,6 +191,7 @@ class Agreement:
             "diloco": self._diloco,
             "slowmo": self._slowmo,
             "easgd": self._easgd,
+            "sparse": self._sparse,
             "stream": self._stream,
             "gossip": self._gossip,
             "pushsum": self._gossip,
@@ -224,9 +231,14 @@ class Agreement:
         return due
 
     def memory(self, island: int) -> Weights:
-        """What an island remembers of changes that it could not send, by the names that captures use."""
-        found = self.sums.memory() if self.sums is not None else {}
-        return {f"optimizer/{key}": value for key, value in found.items() if owner_of(key) in (None, island)}
+        """What an island remembers of changes that it could not send, by the names that captures use; without what is left of
+        the way back, of which every island has a slice."""
+        found = self.sums.memory() if self.sums is not None and self.rule.kind != "gossip" else {}
+        return {
+            f"optimizer/{key}": value
+            for key, value in found.items()
+            if owner_of(key) in (None, island) and not key.endswith("/sum_residual")
+        }
 
     def _add_up(self, changes: Mapping[str, Sequence[Tensor]], step: int) -> Weights:
         """What islands send, added in their order, by what of it goes through where it goes compressed."""
@@ -299,6 +311,42 @@ class Agreement:
             self._take_agreed(name)
         return True
 
+    def _sparse(self, step: int, lr: float) -> bool:
+        if not self._is_round(step, lr):
+            return False
+        self.left_out = []
+        sent: list[Weights] = []
+        for number, (own, unsent) in enumerate(zip(self.islands, self.unsent, strict=True)):
+            for name in self.names:
+                unsent[name] = self.settings["sparse_decay"] * unsent[name] + (self.agreed[name] - own[name])
+            if not all(bool(torch.isfinite(one).all()) for one in unsent.values()):
+                self.left_out.append(number)
+                unsent |= {name: torch.zeros_like(one) for name, one in unsent.items()}
+            sent.append({name: self._largest(unsent[name]) for name in self.names})
+            for name in self.names:
+                unsent[name] = unsent[name] - sent[-1][name]
+        for name in self.names:
+            mean = _sum([torch.zeros_like(self.agreed[name]), *(one[name] for one in sent)])
+            self.agreed[name] = self.agreed[name] - mean / (len(self.islands) - len(self.left_out))
+            self._take_agreed(name)
+        return True
+
+    def _largest(self, given: Tensor) -> Tensor:
+        """The largest of every 4096 elements, as they are or by four levels, and zeros elsewhere."""
+        flat = given.reshape(-1).numpy()
+        found = np.zeros_like(flat)
+        for first in range(0, len(flat), 4096):
+            chunk = flat[first : first + 4096]
+            places = np.argsort(-np.abs(chunk), kind="stable")[: max(1, int(self.rule.keep * len(chunk)))]
+            values = chunk[places]
+            if self.settings["sparse_bits"] == 2:
+                top = np.abs(values).max()
+                far = np.abs(values) > top * values.dtype.type(2 / 3)
+                levels = np.where(far, np.float32(1.0), np.float32(1 / 3)) * np.float32(top)
+                values = np.where(values < 0, -levels, levels).astype(chunk.dtype)
+            found[first + places] = values
+        return torch.from_numpy(found).view_as(given)
+
     def _easgd(self, step: int, lr: float) -> bool:
         if not self._is_round(step, lr):
             return False
@@ -340,7 +388,33 @@ class Agreement:
                 agrees = count == 1 and delay == 0 and not keeps
         return agrees
 
+    def _choco(self, step: int) -> None:
+        """Koloskova et al. 2019, algorithm 2: what each island has told of itself (h), and the mean of that (s)."""
+        sums = self.sums
+        assert sums is not None
+        for name in self.names:
+            sent: list[Tensor] = []
+            for island, own in enumerate(self.islands):
+                flat = (own[name] - self.told[island][name]).reshape(-1).numpy()
+                if name in sums.names and sums.is_compressed(step):
+                    if sums.rule.kind == "topk":
+                        flat = only(flat, largest_places(flat, sums.rule.number))
+                    else:
+                        flat = sums.code(flat, key_of(self.seed, step, f"{name}/{island}"))
+                sent.append(torch.from_numpy(flat).view_as(own[name]))
+            for island, row in enumerate(self._shares_of_round()):
+                self.told[island][name] = self.told[island][name] + sent[island]
+                for one, share in zip(sent, row, strict=True):
+                    if share:
+                        self.heard[island][name] = self.heard[island][name] + one * share
+                way = self.heard[island][name] - self.told[island][name]
+                self.islands[island][name].copy_(self.islands[island][name] + self.settings["gossip_rate"] * way)
+
     def _gossip(self, step: int, lr: float) -> bool:
+        if self.sums is not None:
+            if self._is_round(step, lr):
+                self._choco(step)
+            return False
         if self._is_round(step, lr):
             shares = self._shares_of_round()
             for name in self.names:

@@ -169,7 +169,8 @@ class CompressedSums:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/residual-{rank}"] = wanted - sent
 
-    def _code(self, flat: Floats, key: int) -> Floats:
+    def code(self, flat: Floats, key: int) -> Floats:
+        """What is left of a tensor that was coded element by element."""
         codec = block_codec(self.rule, block=self._settings["block"], at_random=self._settings["round"] == "keyed")
         return codec(flat, key, 0)
 
@@ -177,7 +178,7 @@ class CompressedSums:
         sent = []
         for rank, own in enumerate(given):
             wanted = self._wanted(name, rank, own)
-            sent.append(self._code(wanted, key_of(self.seed, number, f"{name}/{rank}")))
+            sent.append(self.code(wanted, key_of(self.seed, number, f"{name}/{rank}")))
             self._keep(name, rank, wanted, sent[-1])
         total = sent[0]
         for one in sent[1:]:
@@ -186,7 +187,7 @@ class CompressedSums:
             return total
         if self._remembers:
             total = total + self._kept[f"{name}/sum_residual"]
-        back = self._code(total, key_of(self.seed, number, f"{name}/sum"))
+        back = self.code(total, key_of(self.seed, number, f"{name}/sum"))
         if self._remembers:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/sum_residual"] = total - back
