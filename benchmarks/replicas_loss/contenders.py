@@ -37,6 +37,9 @@ CONTENDERS = {
     "int8": Contender(plan="dp=4 compress=int8", over_dense=0.002),
     "int4": Contender(plan="dp=4 compress=int4", settings={"compression.residual": False}),
     "int4 with residual": Contender(plan="dp=4 compress=int4", settings=RESIDUAL, over_dense=0.01),
+    "the same, dense back": Contender(
+        plan="dp=4 compress=int4", settings={**RESIDUAL, "compression.both_ways": False}, over_dense=0.01
+    ),
     "powersgd:4": Contender(plan="dp=4 compress=powersgd:4@30", over_dense=0.06),
     "powersgd:1": Contender(plan="dp=4 compress=powersgd:1@30"),
     "topk:0.01": Contender(plan="dp=4 compress=topk:0.01"),
@@ -48,7 +51,9 @@ CONTENDERS = {
     "diloco:20, outer momentum 0.5": Contender(
         plan="dp=4 sync=diloco:20", settings=CALM, steps=(SHORT, LONG), closes=0.4
     ),
-    "the same, int4": Contender(plan="dp=4 sync=diloco:20 compress=int4", settings=CALM, steps=(SHORT, LONG)),
+    "the same, changes in int4": Contender(
+        plan="dp=4 sync=diloco:20 compress=int4", settings=CALM, steps=(SHORT, LONG)
+    ),
     "stream:20,4,2": Contender(plan="dp=4 sync=stream:20,4,2", steps=(SHORT, LONG)),
     "slowmo:20": Contender(plan="dp=4 sync=slowmo:20"),
     "gossip:exponential": Contender(plan="dp=4 sync=gossip:exponential", steps=(SHORT, LONG)),
