@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.core.axes import Axis
+from shoal.core.codecrules import compress_problems
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts, model_facts
 from shoal.core.pipelines import (
@@ -24,7 +25,6 @@ from shoal.core.pipelines import (
     write_replicas,
 )
 from shoal.core.planrules import (
-    compress_problems,
     island_problems,
     model_problems,
     plan_problems,

@@ -338,18 +338,22 @@ class Islands:
             tensors[name], placements[name] = tensor, own.placements[key]
         return replace(own, tensors=tensors, placements=placements), True
 
-    def went_on(self, *, is_same: bool) -> None:
-        """A checkpoint was loaded: by this policy, or by another, of which only the mean was taken."""
+    def went_on(self, *, is_same: bool) -> str | None:
+        """A checkpoint was loaded: of this policy, or of another, of which only the mean was taken; returns what to say of that."""
         if is_same:
             self.policy.loaded(after_round=self.was_round)
-        else:
-            self.policy.restart()
-            self.interval.restart()
-            if self.sums is not None:
-                self.sums.reset()
-            self._since.zero_()
-            self._rounds.zero_()
-            self._taken.zero_()
+            return None
+        self.policy.restart()
+        self.interval.restart()
+        if self.sums is not None:
+            self.sums.reset()
+        self._since.zero_()
+        self._rounds.zero_()
+        self._taken.zero_()
+        return (
+            f"the checkpoint is not one of {self.channel.size} islands with sync={self.rule.kind}: every island goes on from "
+            "the weights that it was saved with, which of islands are their mean"
+        )
 
     def _policy_tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         state = self.policy.state()

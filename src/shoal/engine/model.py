@@ -413,13 +413,7 @@ class ParallelModel:
         if self.islands is None:
             said = "the checkpoint is of islands: the run goes on from the mean of their weights and of their optimizers' state"
             return said if self._is_of_islands else None
-        self.islands.went_on(is_same=self._is_same_policy)
-        if self._is_same_policy:
-            return None
-        return (
-            f"the checkpoint is not one of {self.islands.channel.size} islands with sync={self.islands.rule.kind}: every island "
-            "goes on from the weights that it was saved with, which of islands are their mean"
-        )
+        return self.islands.went_on(is_same=self._is_same_policy)
 
     def _own_state(self) -> RankState:
         return export_rank_state(self.model, self.optimizer, self.reduction, self.layout, self.outline)
