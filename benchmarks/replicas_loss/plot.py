@@ -5,7 +5,7 @@ from typing import Any
 
 from contenders import ALONE, DENSE
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 780, 190, 620, 20, 56
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 800, 220, 640, 20, 56
 _INK, _FAINT, _GROUND, _DOT = (
     ("#1f2328", "#e6edf3"),
     ("#d0d7de", "#3d444d"),
