@@ -339,7 +339,7 @@ class Islands:
         return replace(own, tensors=tensors, placements=placements), True
 
     def went_on(self, *, is_same: bool) -> str | None:
-        """A checkpoint was loaded: of this policy, or of another, of which only the mean was taken; returns what to say of that."""
+        """A checkpoint was loaded: of this policy, or of another, whose mean alone was taken; returns what to say of that."""
         if is_same:
             self.policy.loaded(after_round=self.was_round)
             return None

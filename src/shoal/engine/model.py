@@ -406,14 +406,14 @@ class ParallelModel:
         """A checkpoint was written into the live tensors: publish the weights. Returns what to tell the user, if anything."""
         self.reduction.publish()
         of_sums = self._dropped_sums if self.saved_sums is None else self.saved_sums.loaded()
-        of_islands = self._restored_islands()
+        of_islands = None
+        if self.islands is not None:
+            of_islands = self.islands.went_on(is_same=self._is_same_policy)
+        elif self._is_of_islands:
+            of_islands = (
+                "the checkpoint is of islands: the run goes on from the mean of their weights and optimizer states"
+            )
         return "; ".join(said for said in (of_islands, of_sums) if said is not None) or None
-
-    def _restored_islands(self) -> str | None:
-        if self.islands is None:
-            said = "the checkpoint is of islands: the run goes on from the mean of their weights and of their optimizers' state"
-            return said if self._is_of_islands else None
-        return self.islands.went_on(is_same=self._is_same_policy)
 
     def _own_state(self) -> RankState:
         return export_rank_state(self.model, self.optimizer, self.reduction, self.layout, self.outline)

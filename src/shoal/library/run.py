@@ -150,10 +150,7 @@ class Run(SavedRun):
     # --- the processes
 
     def start(self) -> "Run":
-        """Begin the run without ``with``, for the rest of the script; ``run.close()`` at its end writes the last checkpoint.
-
-        Under ``shoal run`` it is closed when the script comes to its end.
-        """
+        """Begin the run without ``with``; ``run.close()`` writes the last checkpoint, and ``shoal run`` calls it at the end."""
         return self.__enter__()
 
     def __enter__(self) -> "Run":

@@ -21,13 +21,7 @@ from shoal.engine.compression.settings import check_compression
 from shoal.engine.config import TrainConfig
 from shoal.engine.meancheck import joins_batch
 from shoal.engine.parallelize import analyse
-from shoal.engine.resolve import (
-    check_processes,
-    check_samples,
-    choose_plan,
-    count_steps,
-    resolve_plan,
-)
+from shoal.engine.resolve import check_processes, check_samples, choose_plan, count_steps, resolve_plan
 from shoal.engine.state import hash_weights
 from shoal.models.config import OwnModelConfig
 from shoal.models.embeddings import make_dense
@@ -309,10 +303,8 @@ def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
             "train.steps"
         )
     if subject.has_batch_norm and subject.recipe.train.batch_norm == "sync":
-        raise RequestError(
-            f"plan {str(plan)!r}: with train.batch_norm sync the replicas of an island run as one, which its proof does not; "
-            "prove it with train.batch_norm=local"
-        )
+        said = "with train.batch_norm sync the replicas of an island run as one, which its proof does not"
+        raise RequestError(f"plan {str(plan)!r}: {said}; prove it with train.batch_norm=local")
 
 
 def _refuse_unprovable_rates(subject: Subject, plan: Plan) -> None:
@@ -327,10 +319,10 @@ def _refuse_unprovable_rates(subject: Subject, plan: Plan) -> None:
         return
     needed, most = steps_to_prove(plan, recipe.train), min(LONGEST_PROOF, subject.total_steps)
     if recipe.optim.adapt == "bold":
-        raise RequestError(
-            "optim.adapt bold follows evaluations, and a proof makes none, so it would prove a rate that never changes; prove "
-            "the plan with --set optim.adapt=none"
+        said = (
+            "optim.adapt bold follows evaluations, and a proof makes none, so it would prove a rate that never changes"
         )
+        raise RequestError(f"{said}; prove the plan with --set optim.adapt=none")
     if recipe.optim.adapt in ("noise", "adascale") and (subject.joins_replicas(plan) or subject.joins_batch):
         raise RequestError(
             f"optim.adapt {recipe.optim.adapt} compares gradients of microbatches, and this model's replicas are one batch to "
