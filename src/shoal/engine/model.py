@@ -236,10 +236,7 @@ class ParallelModel:
         return norm
 
     def unscale(self) -> float:
-        """Take the loss scale out of the gradients, for who does not ``clip`` by it; the norm of the whole gradient.
-
-        One that is not finite stays as it is.
-        """
+        """Take the loss scale out of the gradients, where nobody clips by it; returns the norm. A gradient with inf stays."""
         limit, self.max_norm = self.max_norm, None
         norm = self.clip()
         self.max_norm, self._loss_scale = limit, 1.0
@@ -431,9 +428,7 @@ class ParallelModel:
         return replace(own, tensors=tensors, placements=placements)
 
     def whole_weights(self, other: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of the whole model, one after the other in the order of their names. All ranks go through it together.
-
-        Of islands that do not agree it is the weights that stand for all of them.
+        """The weights of the whole model, or of all islands, one after the other by name. All ranks go through it together.
 
         Args:
             other: tensors in place of some of this rank's, by the names that checkpoints have for them; such as an average.
