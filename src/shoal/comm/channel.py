@@ -269,6 +269,8 @@ class TorchTransport:
         their receive, which takes twice as long. Sends go round: at any time every rank sends to another one.
         """
         size = len(self.ranks)
+        if any(one.is_cuda for one in (*sent, *received)):
+            return self._post_batch(sent, received)
         work: list[dist.Work] = []
         for by in range(1, size):
             peer = (self.rank - by) % size
@@ -289,6 +291,13 @@ class TorchTransport:
         received[self.rank].copy_(sent[self.rank])
         for handle in self._post(sent, received):
             handle.wait()
+
+    def _post_batch(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """The same in one call: nccl must be told of all sends and receives at once, or ranks wait for each other."""
+        others = [(number, rank) for number, rank in enumerate(self.ranks) if number != self.rank]
+        work = [dist.P2POp(dist.irecv, received[n], rank, self.group) for n, rank in others if received[n].numel()]
+        work += [dist.P2POp(dist.isend, sent[n], rank, self.group) for n, rank in others if sent[n].numel()]
+        return dist.batch_isend_irecv(work) if work else []
 
     def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
         """See ``Transport``."""

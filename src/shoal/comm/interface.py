@@ -15,11 +15,25 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
+def own_address(place: Place) -> str | None:
+    """This host's own address on the route to the other ranks; None where it is not known.
+
+    Rank 0 asks for the route to another host: its own name leads to 127.0.1.1 on many machines, where no other host arrives.
+    """
+    found = route_to(place.address) if place.address else None
+    is_alone = place.local_size == place.world_size or not place.hosts[1:]
+    if found is None or not found.startswith("127.") or is_alone:
+        return found
+    own = socket.gethostname().partition(".")[0]
+    others = [host for host in place.hosts if host.partition(".")[0] != own]
+    return next((known for host in others if (known := route_to(host)) is not None), found)
+
+
 def choose_interface(place: Place, environment: MutableMapping[str, str] = os.environ) -> str | None:
     """Tell gloo the interface on the route to rank 0, unless the user has; returns its name, or None where gloo chooses."""
     if environment.get(VARIABLE) or not place.address:
         return environment.get(VARIABLE)
-    own = route_to(place.address)
+    own = own_address(place)
     name = None if own is None else interface_of(own)
     if name is not None:
         environment[VARIABLE] = name

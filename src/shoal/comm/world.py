@@ -6,7 +6,6 @@ nobody who he is, and every user of the machine could read, change and fill it. 
 is connected (``packetfilter.py``).
 """
 
-import functools
 import itertools
 import socket
 from datetime import timedelta
@@ -16,12 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.comm.interface import choose_interface
+from shoal.comm.interface import choose_interface, own_address
 from shoal.comm.packetfilter import sealed_listeners
 from shoal.core.errors import RunError
 from shoal.core.place import Place
 
 _JOINED = itertools.count()
+_OPENED: list[Store] = []
+"""The store of this process's launcher, once it is open."""
 
 
 class World:
@@ -115,24 +116,34 @@ def join_world(
     return world
 
 
-@functools.cache
 def open_store(place: Place, timeout: timedelta) -> Store:
     """Where the processes of a launcher meet; one for all the life of a process, because rank 0 may be the one that serves it.
 
-    torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
-    listen on every interface.
+    Args:
+        place: of this process.
+        timeout: how long whoever asks it for something waits.
 
     Raises:
-        RunError: rank 0 cannot listen at the address, or cannot be reached there.
+        RunError: rank 0 cannot listen at its address, or cannot be reached there.
     """
+    store = _opened_store(place, timeout) if not _OPENED else _OPENED[0]
+    _OPENED[:] = [store]
+    store.set_timeout(timeout)
+    return store
+
+
+def _opened_store(place: Place, timeout: timedelta) -> Store:
+    """torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
+    listen on every interface."""
     if place.launcher == "torchrun":
         found: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
         return found
     where = f"{place.address}:{place.port}"
     try:
-        listener = _listen(place) if place.rank == 0 else None
+        own = own_address(place) or place.address
+        listener = _listen(own, place) if place.rank == 0 else None
         return TCPStore(
-            place.address,
+            own if place.rank == 0 else place.address,
             place.port,
             place.world_size,
             is_master=place.rank == 0,
@@ -148,8 +159,8 @@ def open_store(place: Place, timeout: timedelta) -> Store:
         ) from error
 
 
-def _listen(place: Place) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+def _listen(where: str, place: Place) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(where, place.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,6 +19,7 @@ from shoal.compression.exchange import CompressedSum
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
+from shoal.engine.compression.saved import method_of
 from shoal.engine.state import RankState
 from shoal.engine.stop import StopRequest
 from shoal.replicas.choco import CompressedGossip
@@ -329,10 +330,16 @@ class Islands:
         known = set(saved)
         extra, placed = self._policy_tensors()
         mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
-        if any(key not in known for key in extra):
+        unsent = {f"{PREFIX}{self.rule.kind}/{self.channel.size}/{what}" for what in self._unsent()}
+        if any(key not in known for key in extra if key not in unsent):
             return own, False
+        if not unsent <= known:
+            # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.
+            assert self.sums is not None
+            self.sums.reset()
+            extra = {key: one for key, one in extra.items() if key not in unsent}
         tensors: dict[str, Tensor] = {**extra}
-        placements: dict[str, Placement] = {**placed}
+        placements: dict[str, Placement] = {key: placed[key] for key in extra}
         for key, tensor in own.tensors.items():
             name = mine + key if mine + key in known else key
             tensors[name], placements[name] = tensor, own.placements[key]
@@ -386,7 +393,7 @@ class Islands:
         kept = {(what, name): one for what, named in self.sums.own_state().items() for name, one in named.items()}
         shared = self.sums.shared_state()
         kept |= {(what, name): one[0] for what, named in shared.items() for name, one in named.items()}
-        prefix = f"{self.channel.rank}/compress-{self.sums.rule.kind}"
+        prefix = f"{self.channel.rank}/compress-{method_of(self.sums.rule)}"
         return {
             f"{prefix}/{what}/{self.inside.rank}/{self.saved_names[name]}": one for (what, name), one in kept.items()
         }

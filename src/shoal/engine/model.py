@@ -271,6 +271,8 @@ class ParallelModel:
         number = self.islands.next_step if number is None else number
         self.islands.before_update()
         self._meet(self.islands, number, lr=lr, samples=0)
+        if self.publishes_by_itself:
+            self.islands.end_step()
         self.reduction.publish()
 
     def stepped_by_script(self) -> None:
@@ -290,10 +292,10 @@ class ParallelModel:
             self.optimizer.step()
 
     def end_step(self, *, is_taken: bool) -> None:
-        """Fold the step's statistics of batch norm in, over all replicas, or forget them with a step that was not taken."""
+        """Fold the step's statistics of batch norm in, or forget those of a step that was not taken: islands still meet."""
         if self.passes.has_batch_norm:
             batchnorm.fold(self.model, keep=is_taken)
-        if self.islands is not None and is_taken and not self.publishes_by_itself:
+        if self.islands is not None and (is_taken or self.islands.goes_on) and not self.publishes_by_itself:
             self.islands.end_step()
 
     def _sum_gradients(self, step: int) -> None:

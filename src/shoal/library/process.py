@@ -11,6 +11,7 @@ import torch
 from shoal.comm.mesh import pretend_mesh
 from shoal.comm.world import World
 from shoal.core.axes import Axis
+from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
@@ -38,6 +39,11 @@ def read_plan(given: object) -> Plan:
     if plan is None:
         return Plan()
     if isinstance(plan, Plan):
+        if plan.compress is not None and CompressRule.parse(plan.compress).kind in ("dgc", "onebit"):
+            raise RequestError(
+                f"plan {str(plan)!r}: compress={plan.compress} has a momentum and a clipping of its own, which a script's "
+                "optimizer and max_norm would double; use compress=int8 or topk:0.01, or train a recipe (`shoal train`)"
+            )
         return plan
     raise RequestError(f"plan={given!r} is no plan; give its text, such as 'dp=2 zero=1', or a shoal.Plan")
 

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from shoal.core.errors import RequestError
 from shoal.engine.callbacks.ratefinder import RateCurve
 from shoal.engine.callbacks.ratefinder import find_rate as find_rate_of
 from shoal.library.loader import RunLoader
@@ -34,6 +35,10 @@ def find_rate(
         RequestError: the rates do not grow, or no model is set up.
     """
     with run.searching(model) as (setups, own):
+        if own.engine.islands is not None:
+            raise RequestError(
+                f"plan {str(run.plan)!r}: islands meet by the number of steps, which a search would change; search with dp alone"
+            )
         batches = loader or run.loaders[0]
         place = batches.state_dict()
         try:

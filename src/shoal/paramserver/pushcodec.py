@@ -195,6 +195,9 @@ class PushCompressor:
                 continue
             given = compensate(own, self._residual.get(piece.key))
             encoded = codec.encode(given, piece, unit)
+            if codec.rule.kind == "randk" and not bool(given.isfinite().all()):
+                # The places that were drawn may all be good ones, and a bad gradient must not arrive as a good one.
+                encoded.payload[0].fill_(float("nan"))
             if codec.keeps_residual:
                 self._next[piece.key] = given - codec.decode(encoded, piece)
             parts.append(pack(encoded))

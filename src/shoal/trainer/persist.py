@@ -191,11 +191,15 @@ class Persistence:
         if self.saver is not None:
             self.saver.close()
 
-    def roll_back(self, state_at: Callable[[Progress], RankState]) -> Restored | None:
+    def roll_back(
+        self,
+        state_at: Callable[[Progress], RankState],
+        named: Callable[[RankState, Collection[str]], RankState],
+    ) -> Restored | None:
         """Go back to the newest good checkpoint, as ``restore`` does; None when there is none."""
         self.fall_back()
         good = self.saver.proven.good if self.saver is not None else None
-        return self.restore(state_at, step=-1 if good is None else good)
+        return self.restore(state_at, named, step=-1 if good is None else good)
 
     def restore(
         self,

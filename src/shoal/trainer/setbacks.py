@@ -232,7 +232,7 @@ class Setbacks:
                 "Look at the data and the loss of these steps: going on with --resume meets them again. Where they were only "
                 "above train.spike and finite, raise it; where they were not finite, lower optim.lr or set optim.clip"
             )
-        restored = self._persistence.roll_back(state_at)
+        restored = self._persistence.roll_back(state_at, self._engine.state_to_load)
         if restored is None:
             raise FinalError(
                 f"{where}, and there is no good checkpoint to go back to; lower optim.lr, or set checkpoint.every so that "

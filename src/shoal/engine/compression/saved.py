@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from shoal.compression.exchange import CompressedSum
+from shoal.core.compressrule import CompressRule
 from shoal.core.placement import Placement, place_whole
 from shoal.engine.state import RankState
 
 PREFIX = "compression/"
 _METHOD = f"{PREFIX}method/"
+
+
+def method_of(rule: CompressRule) -> str:
+    """What a rule's state is good for: any number of the same kind, but the factors of PowerSGD have the width of theirs."""
+    return str(replace(rule, start=0)) if rule.kind == "powersgd" else rule.kind
 
 
 def saved_method(saved: Collection[str]) -> tuple[str, int] | None:
@@ -64,7 +70,7 @@ class SavedSums:
         known, found = set(saved), saved_method(saved)
         tensors = {name: one for name, one in own.tensors.items() if not name.startswith(PREFIX)}
         placements = {name: own.placements[name] for name in tensors}
-        kind, num_ranks = self.sums.rule.kind, self.sums.channel.size
+        kind, num_ranks = method_of(self.sums.rule), self.sums.channel.size
         mine, places = self._tensors()
         if found is None or found[0] != kind:
             self.sums.reset()
@@ -131,7 +137,7 @@ class SavedSums:
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         rank, size = self.sums.channel.rank, self.sums.channel.size
         method = torch.tensor(size)
-        tensors: dict[str, Tensor] = {f"{_METHOD}{self.sums.rule.kind}/{size}": method}
+        tensors: dict[str, Tensor] = {f"{_METHOD}{method_of(self.sums.rule)}/{size}": method}
         tensors |= {f"{PREFIX}{name}": number for name, number in self.sums.numbers.items()}
         placements = {name: place_whole(()) for name in tensors}
         for what, by_name in self.sums.own_state().items():

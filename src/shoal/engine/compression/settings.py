@@ -42,7 +42,7 @@ def compression_settings(train: TrainConfig, optim: OptimConfig, config: Compres
             f"compress={plan.compress} has a momentum of its own (compression.momentum {config.momentum:g}), and optim.name "
             f"{optim.name} adds another; use optim.name=sgd"
         )
-    if rule.kind == "dgc" and plan.pp > 1 and optim.clip is not None:
+    if rule.kind in ("dgc", "onebit") and plan.pp > 1 and optim.clip is not None:
         found.append(
             f"compress={plan.compress} clips each replica's own gradient to optim.clip {optim.clip:g}, and with pp={plan.pp} no "
             f"rank has all of it; leave clip or pp out"
@@ -56,6 +56,11 @@ def compression_settings(train: TrainConfig, optim: OptimConfig, config: Compres
         found.append(
             f"compress={plan.compress} sends momenta, into which adam would mix optim.weight_decay {optim.weight_decay:g}; use "
             f"optim.name=adamw, whose decay is beside it"
+        )
+    if rule.kind == "onebit" and train.unused_parameters:
+        found.append(
+            f"compress={plan.compress} freezes every variance at one step, and train.unused_parameters leaves some without any; "
+            f"set unused_parameters=false, or use compress=int8"
         )
     if rule.kind == "onebit" and optim.adapt != "none":
         found.append(

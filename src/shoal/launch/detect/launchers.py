@@ -121,8 +121,9 @@ def read_openmpi(environment: Environment) -> Place | None:
 
 def read_mpich(environment: Environment) -> Place | None:
     """MPICH's hydra, Intel MPI and others that speak PMI."""
-    if "PMI_SIZE" not in environment:
-        return None
+    is_sruns = "SLURM_STEP_ID" in environment and "MPI_LOCALRANKID" not in environment
+    if "PMI_SIZE" not in environment or is_sruns:
+        return None  # srun speaks PMI to its own tasks, and says more of them in its own variables.
     return _read_mpi(
         environment,
         "mpich",
@@ -216,7 +217,8 @@ def refuse_others(environment: Environment) -> None:
         RequestError: names the launcher, its variables and what to start instead.
     """
     for sign, (name, fix) in _NOT_RANKS.items():
-        if sign in environment:
+        is_sruns = sign.startswith("PMI") and "SLURM_STEP_ID" in environment
+        if sign in environment and not is_sruns:
             raise RequestError(
                 f"{name} started this process ({sign}={environment[sign]}) and did not say which rank it is; {fix}, or "
                 f"unset {sign} to train alone"
