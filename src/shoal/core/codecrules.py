@@ -18,6 +18,11 @@ def compress_problems(plan: PlanKeys) -> Iterator[str]:
     except RequestError as error:
         yield str(error)
         return
+    if plan.dp == 1 and plan.islands == 1 and not plan.ps and plan.sync == "allreduce":
+        yield (
+            f"compress={plan.compress} is of what replicas send each other, and dp=1 has one; set dp=2 or more, or leave "
+            f"compress out"
+        )
     splits = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep}
     for key, degree in splits.items():
         if degree > 1:

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
+from shoal.compression.config import CompressionConfig
 from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
 from shoal.core.events import RunEnded, StepDone
@@ -95,6 +96,7 @@ class Run(SavedRun):
         deadline: seconds that a collective may take.
         telemetry: what is recorded.
         replicas: how islands agree beyond the plan's ``sync``: the settings of a recipe's ``[replicas]``.
+        compression: how the plan's ``compress`` is done: the settings of a recipe's ``[compression]``.
         world: the processes, where they are joined already.
     """
 
@@ -115,6 +117,7 @@ class Run(SavedRun):
         deadline: float | None = None,
         telemetry: TelemetryConfig | None = None,
         replicas: Mapping[str, Any] | None = None,
+        compression: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
         super().__init__()
@@ -134,6 +137,7 @@ class Run(SavedRun):
         self._config(1)  # So that a wrong value is told of here.
         self._keep = checkpoint or CheckpointConfig()
         self._replicas = validate(ReplicaConfig, dict(replicas or {}), origin="shoal.Run(replicas=)")
+        self._codec = validate(CompressionConfig, dict(compression or {}), origin="shoal.Run(compression=)")
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
         self._threads, self._given_world = threads, world
@@ -282,7 +286,7 @@ class Run(SavedRun):
             loader.splits,
             scored,
             plan=plan,
-            settings=Settings(train=train, replicas=self._replicas),
+            settings=Settings(train=train, replicas=self._replicas, compression=self._codec),
             world=self.world,
             status=self._status,
             hooks=[*self.hooks, *hooks],

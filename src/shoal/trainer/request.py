@@ -44,7 +44,7 @@ from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
-from shoal.trainer.claim import check_claim, choose_run_dir, ends_alike, list_gentler, require_run_dir
+from shoal.trainer.claim import check_claim, choose_run_dir, ends_alike, list_gentler, read_plan, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 
 
@@ -124,9 +124,25 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     is_own = isinstance(recipe.data, OwnDataConfig)
     if is_own and request.resume and not recipe.checkpoint.other_data and already_finished(prepared) is None:
         own.check_same_data(recipe, RunDir(run_dir).checkpoints)
-    return replace(
-        prepared, warnings=(*prepared.warnings, *list_gentler(RunDir(run_dir), recipe), *_odd_files(run_dir))
+    found = (
+        *prepared.warnings,
+        *list_gentler(RunDir(run_dir), recipe),
+        *_odd_files(run_dir),
+        *(_other_agreement(run_dir, prepared.setup.plan) if request.resume else ()),
     )
+    return replace(prepared, warnings=found)
+
+
+def _other_agreement(run_dir: Path, plan: Plan) -> Iterator[str]:
+    """A run that goes on under another ``sync`` or ``compress`` learns otherwise from here on, and what those kept is gone."""
+    if not RunDir(run_dir).plan.exists():
+        return
+    before = Plan.parse(text := read_plan(run_dir))
+    if (before.sync, before.compress) != (plan.sync, plan.compress):
+        yield (
+            f"this run had the plan {text!r} and goes on as {str(plan)!r}: replicas agree in another way from here on, and what "
+            f"its sync and compress remember is dropped or averaged; give --plan {text!r} to keep it"
+        )
 
 
 def already_finished(prepared: Prepared) -> dict[str, Any] | None:
