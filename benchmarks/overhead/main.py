@@ -1,6 +1,6 @@
 """What Shoal's loop adds to a step: microseconds over a bare PyTorch loop, with Lightning Fabric and accelerate beside it.
 
-python benchmarks/overhead/main.py [--rounds 40] [--steps 25]
+python benchmarks/overhead/main.py [--rounds 80] [--steps 25] [--to FILE]
 """
 
 import argparse
@@ -74,6 +74,7 @@ def fabric_steps(world: World, folder: Path) -> Iterator[None]:
     logger = CSVLogger(root_dir=str(folder / "fabric"))
     fabric = Fabric(accelerator="cpu", devices=world.size, strategy="ddp" if world.size > 1 else "auto", loggers=logger)
     fabric.launch()
+    assert fabric.world_size == world.size, f"Fabric sees {fabric.world_size} processes of {world.size}"
     model, loss_of, data = parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     model, optimizer = fabric.setup(model, optimizer)
@@ -129,6 +130,7 @@ def accelerate_steps(world: World) -> Iterator[None]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == world.size, f"accelerate sees {accelerator.num_processes} of {world.size}"
     model, loss_of, data = parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -151,8 +153,7 @@ def measure(world: World, rounds: int, steps: int, folder: str) -> dict[str, lis
     torch.set_num_threads(1)
     where = Path(folder)
     contenders = {"bare": bare_steps(world), "shoal": shoal_steps(world, where), "library": library_steps(world, where)}
-    # On several processes accelerate wants a group of its own, and this process has one.
-    if world.size == 1 and importlib.util.find_spec("accelerate") is not None:
+    if importlib.util.find_spec("accelerate") is not None:
         contenders["accelerate"] = accelerate_steps(world)
     if importlib.util.find_spec("lightning_fabric") is not None:
         contenders["fabric"] = fabric_steps(world, where)
@@ -173,9 +174,17 @@ def measure(world: World, rounds: int, steps: int, folder: str) -> dict[str, lis
 
 
 def measure_on_rank(world: World, rounds: int, steps: int, folder: str) -> dict[str, list[float]]:
+    # As torchrun says it: Fabric and accelerate find by these that they are several, and then use the group that there is.
     os.environ.update(
-        TORCHELASTIC_RUN_ID="overhead", LOCAL_RANK=str(world.rank), GROUP_RANK="0", LOCAL_WORLD_SIZE=str(world.size)
+        TORCHELASTIC_RUN_ID="overhead",
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_RANK=str(world.rank),
+        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE=str(world.size),
+        MASTER_ADDR="127.0.0.1",
     )
+    os.environ.setdefault("MASTER_PORT", "29500")
     return measure(world, rounds, steps, folder)
 
 
@@ -195,9 +204,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "results" / f"{date.today()}.json")
     options = parser.parse_args()
-    if importlib.util.find_spec("lightning_fabric") is None:
-        print("Fabric is not installed and is left out; install it with pip install 'shoal[bench]'", file=sys.stderr)
+    for name, module in (("Fabric", "lightning_fabric"), ("accelerate", "accelerate")):
+        if importlib.util.find_spec(module) is None:
+            print(f"{name} is not installed and is left out; pip install 'shoal[bench]' has it", file=sys.stderr)
     results: dict[str, object] = {
         "date": str(date.today()),
         "torch": torch.__version__,
@@ -210,9 +221,8 @@ def main() -> None:
         both = run_on_ranks(measure_on_rank, 2, options.rounds, options.steps, folder, deadline_seconds=600.0)
         results["two processes"] = summarise(both[0])
     print(json.dumps(results, indent=2))
-    target = Path(__file__).parent / "results" / f"{date.today()}.json"
-    target.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"written to {target}", file=sys.stderr)
+    options.to.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"written to {options.to}", file=sys.stderr)
 
 
 if __name__ == "__main__":

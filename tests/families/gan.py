@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from shoal.data.build import build_splits
+from shoal.data.config import SyntheticConfig
 from shoal.data.order import permute
+from shoal.models.build import build_model
+from shoal.models.config import GptConfig
+from shoal.models.losses import cross_entropy
 
 BATCH, STEPS, SEED, NOISE, FEATURES = 8, 4, 5, 4, 6
 PLANS = ("dp=2", "dp=2 zero=3")
@@ -107,3 +112,21 @@ def _weights(critic, generator):
 
 def own_loops(world):
     return {plan: own_loop(world, plan) for plan in PLANS}
+
+
+def refusals(world):
+    """What is said of a second model under plans that cut models or sequences."""
+    data = build_splits(SyntheticConfig(kind="tokens", samples=32, sequence=8, vocab=16), 0)
+    config = GptConfig(layers=2, hidden=16, heads=2)
+    said = {}
+    for plan in ("pp=2 microbatches=2", "cp=2"):
+        with shoal.Run(plan=plan, seed=SEED, world=world) as run:
+            run.loader(data, global_batch=BATCH)
+            for name in ("one", "other"):
+                model = build_model(config, data.spec)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                try:
+                    run.setup(model, optimizer, loss=cross_entropy, name=name)
+                except shoal.RequestError as refusal:
+                    said[f"{plan}: {name}"] = str(refusal)
+    return said

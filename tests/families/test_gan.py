@@ -2,7 +2,7 @@
 
 import torch
 
-from families.gan import PLANS, own_loop, own_loops, plain
+from families.gan import PLANS, own_loop, own_loops, plain, refusals
 from shoal.testing.ranks import run_on_ranks
 
 
@@ -15,3 +15,11 @@ def test_a_gan_is_that_of_one_process_bit_for_bit():
             assert not differing and set(found[plan]) == set(wanted[2]), (plan, differing)
     # Data parallelism is what is looked at here, and not the same sums by accident.
     assert any(not torch.equal(one, wanted[2][name]) for name, one in wanted[1].items())
+
+
+def test_two_models_under_a_plan_that_cuts_them_are_refused_with_the_plan_that_can():
+    said, _ = run_on_ranks(refusals, 2, deadline_seconds=60.0)
+    assert set(said) == {"pp=2 microbatches=2: other", "cp=2: other"}, "the first model is set up"
+    stages, parts = said["pp=2 microbatches=2: other"], said["cp=2: other"]
+    assert "is model 2 of this run, and pp=2 leaves each rank some stages" in stages and "use the plan 'dp=2" in stages
+    assert "cp=2 gives each rank a part of the sequence" in parts and "use the plan 'dp=2'" in parts

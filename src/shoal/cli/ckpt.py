@@ -35,8 +35,9 @@ _Format = Annotated[
     str,
     typer.Option(
         "--format",
-        metavar="safetensors|hf|torch-export|onnx|all",
-        help="The weights alone; a folder for from_pretrained; a torch.export program; ONNX; or weights and program.",
+        metavar="safetensors|hf|peft|torch-export|onnx|all",
+        help="The weights alone; a folder for from_pretrained; the adapters of model.lora; a torch.export program; ONNX; or "
+        "weights and program.",
     ),
 ]
 _Weights = Annotated[
@@ -133,7 +134,7 @@ def export(
     """Export the weights of DIR (the newest whole checkpoint of a run) for other programs, and compare with the trained model."""
     from shoal.core.errors import RequestError, did_you_mean
 
-    formats = ("safetensors", "hf", "torch-export", "onnx", "program", "all")
+    formats = ("safetensors", "hf", "peft", "torch-export", "onnx", "program", "all")
     if format not in formats:
         raise RequestError(f"there is no format {format!r}; {did_you_mean(format, formats)}")
     if weights not in ("trained", "ema"):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.data.spec import DataSpec
     from shoal.trainer.config import Recipe
     from shoal.trainer.own_parts import OwnPartsHere
-    from shoal.trainer.request import Prepared
+    from shoal.trainer.request import Prepared, TrainRequest
 
 _Recipe = Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a TOML file.")]
 _Plan = Annotated[
@@ -43,6 +43,12 @@ _Restarts = Annotated[
 _Profile = Annotated[str | None, typer.Option("--profile", metavar="A:B", help="Trace steps A to B-1 for Perfetto.")]
 _Forecast = Annotated[
     bool, typer.Option("--forecast", help="Predict the step beforehand and compare at the end, as with --plan auto.")
+]
+_FindRate = Annotated[
+    bool,
+    typer.Option(
+        "--find-rate", help="Print losses at learning rates that grow, and the rate to begin with; train nothing."
+    ),
 ]
 _HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
 _Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
@@ -79,6 +85,7 @@ def train(
     max_restarts: _Restarts = None,
     profile: _Profile = None,
     forecast: _Forecast = False,
+    find_rate: _FindRate = False,
     help_recipe: _HelpRecipe = False,
     schema: _Schema = False,
     json_file: JsonFile = None,
@@ -99,6 +106,7 @@ def train(
     resume = resume or resume_auto
     place = read_place(os.environ)
     launched = place.is_launched
+    _refuse_search(find_rate, resume=resume, dry_run=dry_run, launched=launched)
     if launched:
         # Before torch loads: threads that spin while they wait make steps thirty times slower where a core is wanted twice.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -133,6 +141,8 @@ def train(
         raise typer.Exit(exit_code)
     if launched and place.rank > 0:
         return  # a dry run is described once
+    if find_rate:
+        _find_rate(request, own, json_file, debug=context.obj["debug"])
     prepared = prepare(request, own=own)
     # The ranks build their own data; a copy that nobody reads would stay in memory as long as they train.
     del own
@@ -157,6 +167,38 @@ def _run(prepared: "Prepared", forecast_page: dict[str, Any] | None, json_file: 
     if ended.was_orderly:
         print(describe_summary(ended.summary, prepared.run_dir))
     write_result(json_file, ended.summary)
+    raise typer.Exit(ended.exit_code)
+
+
+def _refuse_search(is_asked: bool, *, resume: bool, dry_run: bool, launched: bool) -> None:
+    if is_asked and (resume or dry_run):
+        raise RequestError("--find-rate tries rates on the first weights of a recipe; leave --resume and --dry-run out")
+    if is_asked and launched:
+        raise RequestError("--find-rate starts its own processes, and a launcher has started these; run it by itself")
+
+
+def _find_rate(request: "TrainRequest", own: "OwnParts", json_file: Path | None, *, debug: bool) -> NoReturn:
+    import tempfile
+    from dataclasses import replace
+    from functools import partial
+
+    from shoal.cli.console import print_table
+    from shoal.trainer.launch import supervise_ranks, train_supervised
+    from shoal.trainer.ratesearch.table import FIND_RATE, describe_search, refuse_search, result_of
+    from shoal.trainer.request import prepare
+
+    with tempfile.TemporaryDirectory(prefix="shoal-rate-") as folder:
+        prepared = prepare(replace(request, run_dir=Path(folder) / "search"), own=own)
+        refuse_search(prepared.setup.plan)
+        job = partial(supervise_ranks, debug=debug, arguments=[FIND_RATE])
+        ended = train_supervised(prepared, debug=debug, run_job=job)
+    if "rate_search" not in ended.summary:
+        raise typer.Exit(ended.exit_code)
+    result = result_of(ended.summary)
+    rows, sentence = describe_search(result, prepared.recipe.optim.lr)
+    print_table(("rate", "loss"), rows)
+    print(sentence)
+    write_result(json_file, result)
     raise typer.Exit(ended.exit_code)
 
 

@@ -297,7 +297,7 @@ class SharedTransport:
             RunError(
                 f"along axis {member.axis}, {member.name(place)} does '{theirs[0]}' of {theirs[2]} bytes of {theirs[1]} where "
                 f"{member.name(self.rank)} does '{ours[0]}' of {ours[2]} bytes of {ours[1]}; all ranks of an axis must do "
-                "the same in the same order, so look for a condition in the model that differs from rank to rank"
+                "the same in the same order, so look for a condition in the model or the script that differs from rank to rank"
             )
         )
 

@@ -84,6 +84,11 @@ class StepFunction:
         return found["loss"], metrics
 
 
+def with_whole_passes(plan: Plan) -> Plan:
+    """The plan with replicas in place of stages and of parts of a sequence."""
+    return replace(plan, pp=1, cp=1, schedule=None, chunks=None, cp_kind="ring", dp=(plan.dp or 1) * plan.pp * plan.cp)
+
+
 def refuse_step(plan: Plan) -> None:
     """Refuse a plan that runs no whole forward passes.
 
@@ -102,9 +107,7 @@ def refuse_step(plan: Plan) -> None:
             "loss=function(output, batch) instead"
         )
     if reasons:
-        nearest = replace(
-            plan, pp=1, cp=1, schedule=None, chunks=None, cp_kind="ring", dp=(plan.dp or 1) * plan.pp * plan.cp
-        )
+        nearest = with_whole_passes(plan)
         raise RequestError(
             "\n".join(f"plan {str(plan)!r}: {reason}, or use the plan {str(nearest)!r}" for reason in reasons)
         )

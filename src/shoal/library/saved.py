@@ -198,7 +198,10 @@ class SavedRun(RunProcess):
         """
         self._begin()
         engine = self._of(model).engine
+        if whole and self._status is not None:
+            self._status.enter("wait: run.state_dict(whole=True)", self._num_steps)
         found: dict[str, Any] | None = engine.state_dict(everywhere=True) if whole else engine.state_dict(whole=False)
+        self._leave()
         assert found is not None, "every rank gets them"
         return found
 

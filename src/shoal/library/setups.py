@@ -15,6 +15,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.loader import StepBatch
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
+from shoal.engine.objective import with_whole_passes
 from shoal.engine.state import hash_weights
 
 
@@ -139,7 +140,7 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
     """Refuse a further model that has something in common with one that is set up, which each would change for itself.
 
     Raises:
-        RequestError: names the parameter, the name or the hook, and what to do.
+        RequestError: names the parameter, the name or the hook, and what to do; or the plan cuts models, and says which can.
     """
     if not setups:
         return
@@ -149,6 +150,17 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
             f"leave sync out"
         )
     kind = type(model).__name__
+    plan = setups[0].engine.plan
+    if plan.pp > 1 or plan.cp > 1:
+        why = (
+            f"pp={plan.pp} leaves each rank some stages of a model, so that a pass of one could not call the other"
+            if plan.pp > 1
+            else f"cp={plan.cp} gives each rank a part of the sequence, so that a pass of one would show the other that part only"
+        )
+        raise RequestError(
+            f"plan {str(plan)!r}: {kind} is model {len(setups) + 1} of this run, and {why}; several models are trained under dp, "
+            f"zero and tp: use the plan {str(with_whole_passes(plan))!r}"
+        )
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     for setup in setups:
         theirs = {id(one) for one in setup.engine.model.parameters()}

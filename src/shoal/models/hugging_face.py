@@ -62,13 +62,21 @@ def as_transformers(model: nn.Module) -> Any:
         return model
     if isinstance(model, Gpt):
         return _as_llama(model, transformers)
-    inside = [one for one in model.children() if isinstance(one, transformers.PreTrainedModel)]
-    if len(inside) == 1 and len(list(inside[0].parameters())) == len(list(model.parameters())):
-        return inside[0]
+    if (held := held_transformers(model)) is not None:
+        return held[1]
     raise RequestError(
         f"{type(model).__name__} is no model of transformers, and none there has its architecture; use --format safetensors, "
         "torch-export or onnx"
     )
+
+
+def held_transformers(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The model of transformers that a module of the user's own is a shell around, and what it is called there."""
+    transformers = require_transformers()
+    inside = [(name, one) for name, one in model.named_children() if isinstance(one, transformers.PreTrainedModel)]
+    if len(inside) == 1 and len(list(inside[0][1].parameters())) == len(list(model.parameters())):
+        return inside[0]
+    return None
 
 
 def logits_of(output: Any) -> Tensor:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,7 +68,7 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
     try:
         claim.write(prepared.recipe, prepared.setup.plan, prepared.setup)
         page = keep_forecast(run_dir, forecast, resume=prepared.resume)
-        ended = run_job(prepared, before) if run_job is not None else _supervise(prepared, before, debug=debug)
+        ended = run_job(prepared, before) if run_job is not None else supervise_ranks(prepared, before, debug=debug)
         # A restart may find the data changed; what was trained before it stays.
         if ended.exit_code == EXIT_WRONG_REQUEST and committed_names(RunDir(run_dir).checkpoints) == saved:
             if was_empty:
@@ -81,7 +81,17 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
         claim.release()
 
 
-def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool) -> Ended:
+def supervise_ranks(
+    prepared: Prepared, before: dict[str, Any] | None, *, debug: bool, arguments: Sequence[str] = ()
+) -> Ended:
+    """Start the ranks of a plan without servers in a run directory that is the run's own, and stay until all have ended.
+
+    Args:
+        prepared: the request.
+        before: the summary of an earlier start there.
+        debug: show tracebacks.
+        arguments: further ones of every rank.
+    """
     run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.setup.plan)
     world_size = prepared.setup.world_size
     threads = prepared.recipe.train.threads or default_threads(world_size)
@@ -94,7 +104,7 @@ def _supervise(prepared: Prepared, before: dict[str, Any] | None, *, debug: bool
     outcome = supervise(
         LaunchRequest(
             module="shoal.trainer.worker",
-            arguments=[str(run_dir), *(["--resume"] if prepared.resume else [])],
+            arguments=[str(run_dir), *(["--resume"] if prepared.resume else []), *arguments],
             shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads)],
             num_ranks=world_size,
             run_dir=run_dir,

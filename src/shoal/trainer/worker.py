@@ -38,6 +38,8 @@ from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
+from shoal.trainer.ratesearch.search import search_rate
+from shoal.trainer.ratesearch.table import FIND_RATE
 
 LISTENS_BY_ITSELF = True
 """SIGTERM is held back until ``hear_stop_signals`` (``launch/child.py``)."""
@@ -50,8 +52,12 @@ def run_rank(
     environment: Mapping[str, str] = os.environ,
     store: Store | None = None,
     rank_status: RankStatus | None = None,
+    finds_rate: bool = False,
 ) -> str:
-    """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there."""
+    """Train this rank's part of the run in ``run_dir`` and return its status. The recipe and the plan are read from there.
+
+    With ``finds_rate`` learning rates are tried in place of training, and the summary has their losses.
+    """
     started = time.monotonic()
     # First of all: a signal that came before would end this process in place of its first step.
     stop = hear_stop_signals(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
@@ -83,8 +89,8 @@ def run_rank(
         stack.enter_context(trainer)
         is_profiled = run.forecast.exists() and trainer.engine.asynchronous is None
         profiler = RunProfiler(trainer.engine) if is_profiled else None
-        _train_explaining_memory(trainer)
-        summary = summarise(trainer, wall_seconds=time.monotonic() - started, profiler=profiler)
+        found = search_rate(trainer) if finds_rate else _train_explaining_memory(trainer)
+        summary = summarise(trainer, wall_seconds=time.monotonic() - started, profiler=profiler) | found
         if world.is_first:
             write_summary(run_dir, summary)
         world.barrier()
@@ -104,9 +110,10 @@ def hear_stop_signals(*, listen_to_ctrl_c: bool) -> StopRequest:
     return stop
 
 
-def _train_explaining_memory(trainer: Trainer) -> None:
+def _train_explaining_memory(trainer: Trainer) -> dict[str, Any]:
     try:
         trainer.train()
+        return {}
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -152,9 +159,9 @@ def main() -> None:
     # The supervisor asks a rank that hangs for its stacks before it ends it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     owner = os.getpid()
-    run_dir, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
+    run_dir, resume, finds_rate = Path(sys.argv[1]), "--resume" in sys.argv[2:], FIND_RATE in sys.argv[2:]
     try:
-        status = run_rank(run_dir, resume=resume)
+        status = run_rank(run_dir, resume=resume, finds_rate=finds_rate)
     except BaseException as error:
         end_if_forked(owner)
         report_failure(run_dir, error, os.environ)

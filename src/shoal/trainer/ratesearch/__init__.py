@@ -1,0 +1,1 @@
+"""``shoal train --find-rate``: learning rates tried on a recipe."""
