@@ -33,14 +33,16 @@ def pack_bits(flags: Tensor) -> Tensor:
     return packed
 
 
-def unpack_signs(packed: Tensor, numel: int) -> Tensor:
-    """+1.0 for each bit that is set and -1.0 for the others, flat."""
+def unpack_signs(packed: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+    """+1.0 for each bit that is set and -1.0 for the others, flat; in ``out`` where it is given."""
     table = _sign_table(packed.device)
-    signs = torch.empty(packed.numel(), 8, device=packed.device)
+    is_in_place = out is not None and not numel % 8
+    signs = out.view(-1, 8) if out is not None and is_in_place else torch.empty(packed.numel(), 8, device=packed.device)
     for start in range(0, packed.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         torch.index_select(table, 0, packed[part].to(torch.int32), out=signs[part])
-    return signs.view(-1)[:numel]
+    found = signs.view(-1)[:numel]
+    return found if out is None or is_in_place else out.copy_(found)
 
 
 @lru_cache(maxsize=8)

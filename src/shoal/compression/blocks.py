@@ -17,10 +17,13 @@ from shoal.compression.codec import (
     SMALLEST_SCALE,
     Encoded,
     Field,
+    Payload,
     check_flat,
     count_blocks,
     cut_rows,
+    deliver,
     poison_,
+    room_for,
     scale_rows_,
 )
 from shoal.compression.keyed import round_keyed_
@@ -49,11 +52,13 @@ class BlockInt:
         codes = (torch.int8, numel) if self.bits == 8 else (torch.uint8, packed_bytes(numel, 4))
         return (torch.float32, count_blocks(numel, offset, self.block)), codes
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Scales, and codes of 8 or 4 bits."""
         flat = check_flat(flat)
         scales = flat.new_empty(count_blocks(flat.numel(), offset, self.block))
-        codes = torch.empty(flat.numel(), dtype=torch.int8, device=flat.device)
+        codes = torch.empty(0 if self.bits == 8 and out else flat.numel(), dtype=torch.int8, device=flat.device)
+        if self.bits == 8 and out:
+            _, codes = out
         buffer = flat.new_empty(min(flat.numel(), max(CHUNK, self.block)))
         for rows in cut_rows(flat.numel(), offset, self.block):
             values = buffer[: rows.stop - rows.start].view(-1, rows.width)
@@ -72,14 +77,16 @@ class BlockInt:
                 values.round_()
             rows.view(codes).copy_(values)
         if self.bits == 8:
-            return Encoded((scales, codes), offset, key)
-        return Encoded((scales, pack_codes(codes.add_(self.levels + 1).view(torch.uint8), 4)), offset, key)
+            return Encoded(deliver((scales, codes), out), offset, key)
+        packed = pack_codes(codes.add_(self.levels + 1).view(torch.uint8), 4)
+        return Encoded(deliver((scales, packed), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Codes times scales."""
         scales, codes = encoded.payload
+        flat = room_for(numel, codes, out)
         if self.bits == 8:
-            flat = codes.to(torch.float32)
+            flat.copy_(codes)
         else:
-            flat = unpack_codes(codes, 4, numel).to(torch.float32).sub_(self.levels + 1)
+            flat.copy_(unpack_codes(codes, 4, numel)).sub_(self.levels + 1)
         return scale_rows_(flat, scales, encoded.offset, self.block)

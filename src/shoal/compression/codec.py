@@ -5,6 +5,7 @@
 shards that are cut at such multiples have the bits of the whole tensor, and a block that a cut divides counts as two blocks.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,12 +19,15 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32. A smaller scale could not be divided by, and would be zero where denormals are flushed."""
 
 
+Payload = tuple[Tensor, ...]
+"""What is sent, flat, the widest dtype first, so that views of one buffer are aligned."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A tensor as it is sent, and what both sides know of it."""
 
-    payload: tuple[Tensor, ...]
-    """What is sent, flat, the widest dtype first, so that views of one buffer are aligned."""
+    payload: Payload
     offset: int = 0
     """Global index of the first element."""
     key: int = 0
@@ -46,11 +50,11 @@ class Codec(Protocol):
     def has_fixed_size(self) -> bool:
         """True when the payload's size follows from ``numel`` and ``offset``; else ``nbytes`` is its upper bound."""
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
-        """What is sent of a flat float32 tensor; ``flat`` is not changed."""
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
+        """What is sent of a flat float32 tensor, written to the payload ``out`` where it is given; ``flat`` is not changed."""
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
-        """A new flat float32 tensor of ``numel`` elements from what was sent."""
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
+        """A flat float32 tensor of ``numel`` elements from what was sent: ``out`` where it is given, else a new one."""
 
     def fields(self, numel: int, offset: int = 0) -> tuple[Field, ...]:
         """The tensors of the payload."""
@@ -81,6 +85,21 @@ def unpack(codec: Codec, buffer: Tensor, numel: int, *, key: int = 0, offset: in
         payload.append(buffer[start:stop].view(dtype))
         start = stop
     return Encoded(tuple(payload), offset, key)
+
+
+def deliver(payload: Payload, out: Payload | None) -> Payload:
+    """A payload where it is wanted: itself, or copied to ``out``."""
+    if out is None:
+        return payload
+    for target, found in zip(out, payload, strict=True):
+        if target.data_ptr() != found.data_ptr():
+            target.copy_(found)
+    return out
+
+
+def room_for(numel: int, like: Tensor, out: Tensor | None) -> Tensor:
+    """Where ``numel`` float32 are decoded to: ``out``, or a new tensor beside ``like``."""
+    return torch.empty(numel, device=like.device) if out is None else out
 
 
 def check_flat(flat: Tensor) -> Tensor:
@@ -148,10 +167,10 @@ def sum_rows(rows: Tensor, block: int) -> Tensor:
 
 def poison_(scales: Tensor) -> bool:
     """Set scales that are not finite to NaN, so that their blocks decode to NaN; True when there were any."""
-    bad = scales.isfinite().logical_not_()
-    if not bool(bad.any()):
+    # Scales are not negative, and their largest is NaN where any is.
+    if not scales.numel() or math.isfinite(float(scales.max())):
         return False
-    scales.masked_fill_(bad, float("nan"))
+    scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
     return True
 
 

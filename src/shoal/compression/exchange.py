@@ -35,7 +35,7 @@ from shoal.compression.layout import (
     message_bytes,
     way_of,
 )
-from shoal.compression.messages import pack_all, unpack_all
+from shoal.compression.messages import pack_all, slots, unpack_all
 from shoal.compression.powersgd import (
     multiply_left,
     multiply_right,
@@ -107,6 +107,7 @@ class CompressedSum:
         self._state: State = {}
         self._pending: State = {}
         self._spare: State = {}
+        self._buffers: dict[str, Tensor] = {}
         self.reset()
 
     @property
@@ -267,41 +268,37 @@ class CompressedSum:
         pieces = [[piece for piece in owner if piece.name in flats] for owner in self._pieces]
         self._compensate_(flats)
         kept = {name: self._next("residual", name) for name, flat in flats.items()} if self._has_residual else {}
-        messages = []
-        for owner in pieces:
-            payloads = []
-            for piece, key in zip(owner, self._keys(owner, str(rank)), strict=True):
+        counts = [message_bytes(codec, owner) for owner in pieces]
+        messages = torch.split(self._kept("messages", sum(counts), torch.uint8), counts)
+        for owner, message in zip(pieces, messages, strict=True):
+            keys = self._keys(owner, str(rank))
+            for piece, key, slot in zip(owner, keys, slots(codec, message, owner), strict=True):
                 given = flats[piece.name][piece.start : piece.stop]
-                encoded = codec.encode(given, key=key, offset=piece.offset)
+                encoded = codec.encode(given, key=key, offset=piece.offset, out=slot)
                 if kept:
                     lost = kept[piece.name][piece.start : piece.stop]
-                    torch.sub(given, codec.decode(encoded, piece.numel), out=lost)
-                payloads.append(encoded)
-            messages.append(pack_all(payloads, self.device))
-        received = [torch.empty_like(messages[rank]) for _ in messages]
+                    torch.sub(given, codec.decode(encoded, piece.numel, lost), out=lost)
+        received = torch.tensor_split(self._kept("received", len(counts) * counts[rank], torch.uint8), len(counts))
         self.channel.all_to_all(messages, received)
-        totals = self._add_messages(codec, received, pieces[rank])
-        if self.owned is not None:
-            for piece, total in zip(pieces[rank], totals, strict=True):
-                first, end = self.owned[rank][piece.name]
-                low, high = max(first, piece.start), min(end, piece.stop)
-                flats[piece.name][low:high] = total[low - piece.start : high - piece.start]
-        elif self.config.both_ways:
+        totals = self._add_messages(codec, received, pieces[rank], flats)
+        if self.owned is None and self.config.both_ways:
             self._return_encoded(codec, pieces, totals, flats)
-        else:
+        elif self.owned is None:
             self._return_dense(pieces, totals, flats)
 
-    def _add_messages(self, codec: Codec, received: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-        """The sum of each own piece over the ranks, in their order."""
-        totals: list[Tensor] = []
+    def _add_messages(
+        self, codec: Codec, received: Sequence[Tensor], pieces: Sequence[Piece], flats: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        """The sum of each own piece over the ranks, in their order, in the place of this rank's gradient, which was sent."""
+        totals = [flats[piece.name][piece.start : piece.stop] for piece in pieces]
+        scratch = self._kept("decoded", max((piece.numel for piece in pieces), default=0), torch.float32)
         for sender, message in enumerate(received):
             keys = self._keys(pieces, str(sender))
-            for index, (piece, encoded) in enumerate(unpack_all(codec, message, pieces, keys)):
-                decoded = codec.decode(encoded, piece.numel)
+            for total, (piece, encoded) in zip(totals, unpack_all(codec, message, pieces, keys), strict=True):
                 if sender == 0:
-                    totals.append(decoded)
+                    codec.decode(encoded, piece.numel, total)
                 else:
-                    totals[index].add_(decoded)
+                    total.add_(codec.decode(encoded, piece.numel, scratch[: piece.numel]))
         return totals
 
     def _return_encoded(
@@ -312,33 +309,43 @@ class CompressedSum:
         after = {
             name: self._next("sum_residual", name) for name in dict.fromkeys(piece.name for piece in own) if before
         }
-        payloads = []
-        for piece, total, key in zip(own, totals, self._keys(own, "sum"), strict=True):
+        counts = [message_bytes(codec, owner) for owner in pieces]
+        whole = self._kept("messages", sum(counts), torch.uint8)
+        messages = torch.split(whole, counts)
+        answer = messages[self.channel.rank]
+        keys = self._keys(own, "sum")
+        for piece, total, key, slot in zip(own, totals, keys, slots(codec, answer, own), strict=True):
             start = piece.start - self._own_ranges[piece.name][0]
             if before:
                 total.add_(before[piece.name][start : start + piece.numel])
-            encoded = codec.encode(total, key=key, offset=piece.offset)
+            encoded = codec.encode(total, key=key, offset=piece.offset, out=slot)
             if before:
                 lost = after[piece.name][start : start + piece.numel]
-                torch.sub(total, codec.decode(encoded, piece.numel), out=lost)
-            payloads.append(encoded)
-        counts = [message_bytes(codec, owner) for owner in pieces]
-        whole = torch.empty(sum(counts), dtype=torch.uint8, device=self.device)
-        self.channel.all_gather(pack_all(payloads, self.device), whole, counts)
-        for owner, message in zip(pieces, torch.split(whole, counts), strict=True):
+                torch.sub(total, codec.decode(encoded, piece.numel, lost), out=lost)
+        self.channel.all_gather(answer, whole, counts)
+        for owner, message in zip(pieces, messages, strict=True):
             for piece, encoded in unpack_all(codec, message, owner, self._keys(owner, "sum")):
-                flats[piece.name][piece.start : piece.stop] = codec.decode(encoded, piece.numel)
+                codec.decode(encoded, piece.numel, flats[piece.name][piece.start : piece.stop])
 
     def _return_dense(
         self, pieces: Sequence[Sequence[Piece]], totals: Sequence[Tensor], flats: Mapping[str, Tensor]
     ) -> None:
         counts = [sum(piece.numel for piece in owner) for owner in pieces]
-        whole = torch.empty(sum(counts), device=self.device)
-        own = torch.cat(list(totals)) if totals else whole.new_empty(0)
+        whole = self._kept("sums", sum(counts), torch.float32)
+        own = torch.split(whole, counts)[self.channel.rank]
+        for total, part in zip(totals, torch.split(own, [len(total) for total in totals]), strict=True):
+            part.copy_(total)
         self.channel.all_gather(own, whole, counts)
         everything = [piece for owner in pieces for piece in owner]
         for piece, total in zip(everything, torch.split(whole, [piece.numel for piece in everything]), strict=True):
             flats[piece.name][piece.start : piece.stop] = total
+
+    def _kept(self, what: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that stays from sum to sum: pages that are fresh at each cost more than the arithmetic on them."""
+        found = self._buffers.get(what)
+        if found is None or len(found) < numel:
+            found = self._buffers[what] = torch.empty(numel, dtype=dtype, device=self.device)
+        return found[:numel]
 
     def _sum_selected(self, flats: Mapping[str, Tensor]) -> None:
         if self.rule.kind == "dgc":

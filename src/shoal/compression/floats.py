@@ -15,10 +15,13 @@ from shoal.compression.codec import (
     SMALLEST_SCALE,
     Encoded,
     Field,
+    Payload,
     check_flat,
     count_blocks,
     cut_rows,
+    deliver,
     poison_,
+    room_for,
     scale_rows_,
 )
 
@@ -38,13 +41,14 @@ class HalfFloat:
         """One short float per element."""
         return ((self.dtype, numel),)
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """The elements as short floats."""
-        return Encoded((check_flat(flat).to(self.dtype),), offset, key)
+        short = check_flat(flat).to(self.dtype) if out is None else out[0].copy_(check_flat(flat))
+        return Encoded((short,), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """The elements as float32."""
-        return encoded.payload[0].to(torch.float32)
+        return room_for(numel, encoded.payload[0], out).copy_(encoded.payload[0])
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class BlockFloat8:
         """A scale per block and a byte per element."""
         return (torch.float32, count_blocks(numel, offset, self.block)), (torch.uint8, numel)
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Scales, and the bytes of e4m3 floats."""
         flat = check_flat(flat)
         scales = flat.new_empty(count_blocks(flat.numel(), offset, self.block))
-        codes = torch.empty(flat.numel(), dtype=torch.float8_e4m3fn, device=flat.device)
+        codes = (torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device) if out is None else out[1]).view(
+            torch.float8_e4m3fn
+        )
         buffer = flat.new_empty(min(flat.numel(), max(CHUNK, self.block)))
         for rows in cut_rows(flat.numel(), offset, self.block):
             values = buffer[: rows.stop - rows.start].view(-1, rows.width)
@@ -75,10 +81,10 @@ class BlockFloat8:
             if is_bad:
                 values.masked_fill_(scale.isnan(), 0.0)
             rows.view(codes).copy_(values)
-        return Encoded((scales, codes.view(torch.uint8)), offset, key)
+        return Encoded(deliver((scales, codes.view(torch.uint8)), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Floats times scales."""
         scales, codes = encoded.payload
-        flat = codes.view(torch.float8_e4m3fn).to(torch.float32)
+        flat = room_for(numel, codes, out).copy_(codes.view(torch.float8_e4m3fn))
         return scale_rows_(flat, scales, encoded.offset, self.block)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, Encoded, nbytes, unpack
+from shoal.compression.codec import Codec, Encoded, Payload, nbytes, unpack
 from shoal.compression.layout import Piece, aligned
 
 
@@ -18,6 +18,18 @@ def pack_all(payloads: Sequence[Encoded], device: torch.device) -> Tensor:
         if filling:
             parts.append(torch.zeros(filling, dtype=torch.uint8, device=device))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def slots(codec: Codec, message: Tensor, pieces: Sequence[Piece]) -> Iterator[Payload]:
+    """Where the payload of each piece goes in the message. What fills up to the next one is set to zero."""
+    start = 0
+    for piece in pieces:
+        stop = start + nbytes(codec, piece.numel, piece.offset)
+        end = start + aligned(stop - start)
+        if stop < end:
+            message[stop:end] = 0
+        yield unpack(codec, message[start:stop], piece.numel, offset=piece.offset).payload
+        start = end
 
 
 def unpack_all(

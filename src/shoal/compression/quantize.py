@@ -11,10 +11,13 @@ from shoal.compression.codec import (
     SMALLEST_SCALE,
     Encoded,
     Field,
+    Payload,
     check_flat,
     count_blocks,
     cut_rows,
+    deliver,
     poison_,
+    room_for,
     scale_rows_,
     sum_rows,
 )
@@ -46,7 +49,7 @@ class QSGD:
         """A scale per block, and the levels with their signs."""
         return (torch.float32, count_blocks(numel, offset, self.block)), (torch.uint8, packed_bytes(numel, self.bits))
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Norms over ``s``, and levels."""
         flat = check_flat(flat)
         scales = flat.new_empty(count_blocks(flat.numel(), offset, self.block))
@@ -64,12 +67,12 @@ class QSGD:
             # Rounding x instead of |x| is the same rule: it goes to one of the two levels around, with the mean of it.
             chosen = round_keyed_((values / scale).masked_fill_(scale.isnan(), 0.0), key, offset + rows.start)
             rows.view(codes).copy_(chosen.clamp_(-self.levels, self.levels).add_(self.levels))
-        return Encoded((scales, pack_codes(codes, self.bits)), offset, key)
+        return Encoded(deliver((scales, pack_codes(codes, self.bits)), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Levels times scales."""
         scales, packed = encoded.payload
-        flat = unpack_codes(packed, self.bits, numel).to(torch.float32).sub_(self.levels)
+        flat = room_for(numel, packed, out).copy_(unpack_codes(packed, self.bits, numel)).sub_(self.levels)
         return scale_rows_(flat, scales, encoded.offset, self.block)
 
 
@@ -87,17 +90,18 @@ class Natural:
         """An exponent and a sign per element."""
         return (torch.uint8, numel), (torch.uint8, packed_bytes(numel, 1))
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Exponents and signs; 255 stands for what is not finite, and finite elements stay below 2**128."""
         flat = check_flat(flat)
         words = (flat.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)
         bad = words == _INFINITY
         words.add_(draw_bits(key, offset, flat.numel(), flat.device).bitwise_and_((1 << _MANTISSA) - 1))
         exponents = words.bitwise_right_shift_(_MANTISSA).clamp_(max=254).masked_fill_(bad, 255)
-        return Encoded((exponents.to(torch.uint8), pack_bits(flat >= 0)), offset, key)
+        return Encoded(deliver((exponents.to(torch.uint8), pack_bits(flat >= 0)), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Powers of two with signs; NaN for what was not finite."""
         exponents, signs = encoded.payload
-        sizes = exponents.to(torch.int32).bitwise_left_shift_(_MANTISSA).view(torch.float32)
+        sizes = room_for(numel, exponents, out)
+        sizes.view(torch.int32).copy_(exponents).bitwise_left_shift_(_MANTISSA)
         return sizes.mul_(unpack_signs(signs, numel)).masked_fill_(exponents == 255, float("nan"))

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from shoal.compression.bits import pack_bits, packed_bytes, unpack_signs
-from shoal.compression.codec import Encoded, Field, check_flat, count_blocks, cut_rows, poison_, scale_rows_, sum_rows
+from shoal.compression.codec import (
+    Encoded,
+    Field,
+    Payload,
+    check_flat,
+    count_blocks,
+    cut_rows,
+    deliver,
+    poison_,
+    scale_rows_,
+    sum_rows,
+)
 
 DEFAULT_BLOCK = 1024
 
@@ -27,16 +38,16 @@ class Sign:
         """A scale per block and a bit per element."""
         return (torch.float32, count_blocks(numel, offset, self.block)), (torch.uint8, packed_bytes(numel, 1))
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Scales and bits."""
         flat = check_flat(flat)
         scales = flat.new_empty(count_blocks(flat.numel(), offset, self.block))
         for rows in cut_rows(flat.numel(), offset, self.block):
             scales[rows.blocks] = sum_rows(rows.view(flat).abs(), self.block).squeeze(1).div_(rows.width)
         poison_(scales)
-        return Encoded((scales, pack_bits(flat >= 0)), offset, key)
+        return Encoded(deliver((scales, pack_bits(flat >= 0)), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Scales with the signs."""
         scales, packed = encoded.payload
-        return scale_rows_(unpack_signs(packed, numel), scales, encoded.offset, self.block)
+        return scale_rows_(unpack_signs(packed, numel, out), scales, encoded.offset, self.block)

@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Encoded, Field, check_flat
+from shoal.compression.codec import Encoded, Field, Payload, check_flat, deliver, room_for
 from shoal.compression.keyed import draw_bits
 
 _NO_SIGN = 0x7FFFFFFF
@@ -52,14 +52,14 @@ def select_largest(flat: Tensor, k: int) -> Tensor:
     return inside if places is None else places[inside]
 
 
-def _gathered(flat: Tensor, places: Tensor, key: int, offset: int) -> Encoded:
+def _gathered(flat: Tensor, places: Tensor, key: int, offset: int, out: Payload | None) -> Encoded:
     if flat.numel() > _NO_SIGN:
         raise ValueError(f"places are sent as int32, and there are {flat.numel()} elements; send them in parts")
-    return Encoded((flat[places], places.to(torch.int32)), offset, key)
+    return Encoded(deliver((flat[places], places.to(torch.int32)), out), offset, key)
 
 
-def _scattered(values: Tensor, places: Tensor, numel: int) -> Tensor:
-    return values.new_zeros(numel).index_copy_(0, places.to(torch.int64), values)
+def _scattered(values: Tensor, places: Tensor, numel: int, out: Tensor | None) -> Tensor:
+    return room_for(numel, values, out).zero_().index_copy_(0, places.to(torch.int64), values)
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class TopK:
         kept = count_kept(self.ratio, numel)
         return (torch.float32, kept), (torch.int32, kept)
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """The largest elements in the order of their places."""
         flat = check_flat(flat)
         if not flat.numel():
-            return _gathered(flat, flat.new_empty(0, dtype=torch.int64), key, offset)
-        return _gathered(flat, select_largest(flat, count_kept(self.ratio, flat.numel())), key, offset)
+            return _gathered(flat, flat.new_empty(0, dtype=torch.int64), key, offset, out)
+        return _gathered(flat, select_largest(flat, count_kept(self.ratio, flat.numel())), key, offset, out)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """The elements in their places, zeros elsewhere."""
         values, places = encoded.payload
-        return _scattered(values, places, numel)
+        return _scattered(values, places, numel, out)
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,16 @@ class Threshold:
         """Values and places, if all elements were kept."""
         return (torch.float32, numel), (torch.int32, numel)
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """The elements at or above the threshold, and all that are not finite."""
         flat = check_flat(flat)
         # Not "at least": of a NaN every comparison is false, and it must be sent.
-        return _gathered(flat, (flat.abs() < self.threshold).logical_not_().nonzero().squeeze(1), key, offset)
+        return _gathered(flat, (flat.abs() < self.threshold).logical_not_().nonzero().squeeze(1), key, offset, out)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """The elements in their places, zeros elsewhere."""
         values, places = encoded.payload
-        return _scattered(values, places, numel)
+        return _scattered(values, places, numel, out)
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,18 @@ class RandomK:
         first, stop = self._ranges(numel, offset)
         return ((torch.float32, stop - first),)
 
-    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+    def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """The chosen values in the order of their places."""
         flat = check_flat(flat)
         places, widths = self._choose(flat.numel(), key, offset, flat.device)
         values = flat[places]
-        return Encoded((values.mul_(widths) if self.unbiased else values,), offset, key)
+        return Encoded(deliver((values.mul_(widths) if self.unbiased else values,), out), offset, key)
 
-    def decode(self, encoded: Encoded, numel: int) -> Tensor:
+    def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """The values in the places that the key chooses, zeros elsewhere."""
         (values,) = encoded.payload
         places, _ = self._choose(numel, encoded.key, encoded.offset, values.device)
-        return _scattered(values, places, numel)
+        return _scattered(values, places, numel, out)
 
     @property
     def _fraction(self) -> Fraction:

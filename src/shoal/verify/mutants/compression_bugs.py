@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.channel import Channel
 from shoal.compression import blocks, exchange
-from shoal.compression.codec import Codec, Encoded
+from shoal.compression.codec import Codec, Encoded, Payload
 from shoal.compression.dgc import DGCState
 from shoal.compression.exchange import CompressedSum
 from shoal.compression.layout import Piece
@@ -50,9 +50,11 @@ def use_memory_of_other_shard(honest: Honest, self: CompressedSum, flats: Mappin
 
 
 @replaces(Sign, "encode")
-def take_zero_for_negative(honest: Honest, self: Sign, flat: Tensor, *, key: int = 0, offset: int = 0) -> Encoded:
+def take_zero_for_negative(
+    honest: Honest, self: Sign, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None
+) -> Encoded:
     """The sign of a zero is minus: rows that no sample touched move the other way."""
-    found: Encoded = honest(self, flat.masked_fill(flat == 0, -(2.0**-149)), key=key, offset=offset)
+    found: Encoded = honest(self, flat.masked_fill(flat == 0, -(2.0**-149)), key=key, offset=offset, out=out)
     return found
 
 
@@ -111,17 +113,23 @@ def keep_exact_own_slice(
     flats: Mapping[str, Tensor],
 ) -> None:
     """The rank that adds a slice up keeps it as it was added, and the others what they decode: replicas drift apart."""
+    exact = [total.clone() for total in totals]
     honest(self, codec, pieces, totals, flats)
-    for piece, total in zip(pieces[self.channel.rank], totals, strict=True):
+    for piece, total in zip(pieces[self.channel.rank], exact, strict=True):
         flats[piece.name][piece.start : piece.stop] = total
 
 
 @replaces(CompressedSum, "_add_messages")
 def add_in_other_order(
-    honest: Honest, self: CompressedSum, codec: Codec, received: Sequence[Tensor], pieces: Sequence[Piece]
+    honest: Honest,
+    self: CompressedSum,
+    codec: Codec,
+    received: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    flats: Mapping[str, Tensor],
 ) -> list[Tensor]:
     """A slice is added up as messages came, here the first rank's last."""
-    found: list[Tensor] = honest(self, codec, [*received[1:], received[0]], pieces)
+    found: list[Tensor] = honest(self, codec, [*received[1:], received[0]], pieces, flats)
     return found
 
 
