@@ -173,7 +173,7 @@ class ParallelModel:
             self.passes.enter("optimizer", step)
             self.step(lr=lr() if callable(lr) else lr, number=step)
         elif self.islands is not None and self.islands.goes_on:
-            self.pass_over(lr=lr() if callable(lr) else lr, number=step)
+            self._pass_over(self.islands, lr=lr() if callable(lr) else lr, number=step)
         if self.passes.has_batch_norm:
             self.passes.enter("wait: batch norm statistics", step)
         self.end_step(is_taken=is_taken)
@@ -264,15 +264,10 @@ class ParallelModel:
         rate = self.optimizer.param_groups[0]["lr"] if lr is None else lr
         islands.after_update(number, lr=float(rate), samples=samples)
 
-    def pass_over(self, *, lr: float | None = None, number: int | None = None) -> None:
+    def _pass_over(self, islands: Islands, *, lr: float | None, number: int) -> None:
         """A step that this island does not take: it learns from nothing, and holds the round that may be due with the others."""
-        if self.islands is None:
-            return
-        number = self.islands.next_step if number is None else number
-        self.islands.before_update()
-        self._meet(self.islands, number, lr=lr, samples=0)
-        if self.publishes_by_itself:
-            self.islands.end_step()
+        islands.before_update()
+        self._meet(islands, number, lr=lr, samples=0)
         self.reduction.publish()
 
     def stepped_by_script(self) -> None:

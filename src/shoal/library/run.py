@@ -207,7 +207,7 @@ class Run(SavedRun):
         """
         if isinstance(dataset, DataLoader):
             raise RequestError(
-                "run.loader takes the dataset and DataLoader's options, not a DataLoader; give it loader.dataset"
+                "run.loader takes the dataset and DataLoader's options, not a DataLoader; give loader.dataset"
             )
         known = [field.name for field in fields(LoaderOptions)]
         for name in options:
@@ -364,13 +364,15 @@ class Run(SavedRun):
             for scheduler in own.schedulers:
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
+        elif own.engine.islands is not None:
+            raise RunError(
+                f"step {self._num_steps + 1}: loss {loss}, norm of the gradient {norm}, in a run with islands"
+            )
         else:
-            own.engine.pass_over()
             self._reporter.warn(f"step {self._num_steps + 1} was left out: loss {loss}, norm of the gradient {norm}")
         self._leave()
-        return StepResult(
-            loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=own.engine.metrics
-        )
+        metrics = own.engine.metrics
+        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=metrics)
 
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""

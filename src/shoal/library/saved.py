@@ -174,15 +174,15 @@ class SavedRun(RunProcess):
         first = self._setups[0].engine
         path = None
         if checkpoints is not None:
-            # Of islands, which are one model's, the checkpoint says whether it is of theirs.
-            named = first.state_to_load if first.islands is not None else None
+            # Of islands and of compressed sums, which are one model's, the checkpoint says whether it is of theirs.
+            named = first.state_to_load if len(self._setups) == 1 else None
             path = checkpoints.restore(merge_states(self._setups), self._take_values, named=named)
         if path is None:
             self._reporter.tell("there is no checkpoint to go on from; starting at step 0")
             return None
         for own in self._setups:
             own.engine.reduction.publish()
-        if first.islands is not None and (said := first.restored()) is not None:
+        if len(self._setups) == 1 and (said := first.restored()) is not None:
             self._reporter.tell(said)
         self._was_loaded = True
         self._reporter.tell(f"going on from step {self._num_steps}, {path}")
