@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.compression.bits import pack_bits, pack_codes, packed_bytes, unpack_codes, unpack_signs
 from shoal.compression.codec import (
+    CHUNK,
     SMALLEST_SCALE,
     Encoded,
     Field,
@@ -93,11 +94,15 @@ class Natural:
     def encode(self, flat: Tensor, *, key: int = 0, offset: int = 0, out: Payload | None = None) -> Encoded:
         """Exponents and signs; 255 stands for what is not finite, and finite elements stay below 2**128."""
         flat = check_flat(flat)
-        words = (flat.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)
-        bad = words == _INFINITY
-        words.add_(draw_bits(key, offset, flat.numel(), flat.device).bitwise_and_((1 << _MANTISSA) - 1))
-        exponents = words.bitwise_right_shift_(_MANTISSA).clamp_(max=254).masked_fill_(bad, 255)
-        return Encoded(deliver((exponents.to(torch.uint8), pack_bits(flat >= 0)), out), offset, key)
+        exponents = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device) if out is None else out[0]
+        for start in range(0, flat.numel(), CHUNK):
+            part = flat[start : start + CHUNK]
+            words = (part.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)
+            bad = words == _INFINITY
+            drawn = draw_bits(key, offset + start, part.numel(), flat.device)
+            words.add_(drawn.bitwise_and_((1 << _MANTISSA) - 1)).bitwise_right_shift_(_MANTISSA)
+            exponents[start : start + CHUNK] = words.clamp_(max=254).masked_fill_(bad, 255)
+        return Encoded(deliver((exponents, pack_bits(flat >= 0)), out), offset, key)
 
     def decode(self, encoded: Encoded, numel: int, out: Tensor | None = None) -> Tensor:
         """Powers of two with signs; NaN for what was not finite."""

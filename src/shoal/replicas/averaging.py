@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import MeanChange, mean_over_islands_
+from shoal.replicas.exchange import Bucket, MeanChange, chunks, mean_over_islands_
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 OuterStep = Callable[[str, Tensor, Tensor, float], None]
-"""Changes the agreed weights in place: parameter name, agreed weights, mean change, learning rate."""
+"""Changes the agreed weights in place: parameter name, agreed weights, mean change (turned into the weights), rate."""
 
 
 class Averaging:
@@ -34,6 +34,7 @@ class Averaging:
         if rule.kind in ("diloco", "slowmo"):
             self._momentum = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
         self._step: OuterStep = {"local": _take_mean, "diloco": self._nesterov, "slowmo": self._slow}[rule.kind]
+        self._room = Bucket()
         self._samples = torch.zeros((), dtype=torch.int64)
         """Since the last round."""
         self.left_out: tuple[int, ...] = ()
@@ -54,7 +55,7 @@ class Averaging:
         # The change takes the place of the weights, which a round replaces anyway: no third copy of the model.
         changes = self._island.weights
         for name, weight in changes.items():
-            weight.copy_(self._agreed[name] - weight)
+            torch.sub(self._agreed[name], weight, out=weight)
         by_samples = self._config.weigh == "samples"
         share = float(self._samples) if by_samples else 1.0
         mean = MeanChange(
@@ -63,28 +64,26 @@ class Averaging:
             by_samples=by_samples,
             step=end.step,
             sums=self._island.sums,
+            room=self._room,
         )
         self.left_out = mean.finish(changes).left_out
         self._samples.zero_()
         for name, change in changes.items():
             self._step(name, self._agreed[name], change, end.lr)
-            change.copy_(self._agreed[name])
         return True
 
     def _nesterov(self, name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
-        momentum, share = self._momentum[name], self._config.outer_momentum
-        momentum.mul_(share)
-        momentum.add_(change)
-        moved = momentum * share
-        moved.add_(change)
-        moved.mul_(self._config.outer_lr)
-        agreed.sub_(moved)
+        share = self._config.outer_momentum
+        for agreed_part, momentum, weight in chunks(agreed, self._momentum[name], change):
+            step_nesterov_(agreed_part, momentum, weight, share=share, rate=self._config.outer_lr)
+            weight.copy_(agreed_part)
 
     def _slow(self, name: str, agreed: Tensor, change: Tensor, lr: float) -> None:
-        momentum = self._momentum[name]
-        momentum.mul_(self._config.slow_momentum)
-        momentum.add_(change / lr)
-        agreed.sub_(momentum * (self._config.slow_lr * lr))
+        for agreed_part, momentum, weight in chunks(agreed, self._momentum[name], change):
+            momentum.mul_(self._config.slow_momentum)
+            momentum.add_(weight.div_(lr))
+            agreed_part.sub_(torch.mul(momentum, self._config.slow_lr * lr, out=weight))
+            weight.copy_(agreed_part)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -115,7 +114,19 @@ class Averaging:
 
 
 def _take_mean(_name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
-    agreed.sub_(change)
+    for agreed_part, weight in chunks(agreed, change):
+        agreed_part.sub_(weight)
+        weight.copy_(agreed_part)
+
+
+def step_nesterov_(agreed: Tensor, momentum: Tensor, change: Tensor, *, share: float, rate: float) -> None:
+    """The outer step of DiLoCo, in place; every operation rounds once."""
+    momentum.mul_(share)
+    momentum.add_(change)
+    moved = momentum * share
+    moved.add_(change)
+    moved.mul_(rate)
+    agreed.sub_(moved)
 
 
 @torch.no_grad()

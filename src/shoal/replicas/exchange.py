@@ -18,23 +18,59 @@ BUCKET_ELEMENTS = 4 * 2**20
 """Elements that are packed into one message: large enough for any link, small beside a model."""
 
 
+CHUNK = 1 << 17
+"""Elements that a rule works on at once: they stay in a core's cache from one operation to the next."""
+
+
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape in small flat parts, for rules on elements; whole where one is not contiguous."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
+        return
+    yield from zip(*(torch.split(tensor.view(-1), CHUNK) for tensor in tensors), strict=True)
+
+
+class Bucket:
+    """Memory for one message, kept from round to round: fresh pages at each cost as much as the sum. For one thread."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors of one type as one flat tensor: one that is contiguous as it is, others copied."""
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            return tensors[0].detach().view(-1)
+        like, size = tensors[0], sum(tensor.numel() for tensor in tensors)
+        kept = self._kept
+        if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
+            kept = self._kept = torch.empty(size, dtype=like.dtype, device=like.device)
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=kept[:size])
+
+
+def unpack_(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Put what was packed back into its tensors."""
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        if part.data_ptr() != tensor.data_ptr():
+            tensor.copy_(part.view_as(tensor))
+
+
 def mean_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
     """Replace tensors by their mean over islands: the sum in the order of islands, divided by their number."""
+    room = Bucket()
     for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = room.pack(bucket)
         sum_in_order_(flat, channel)
         flat.div_(channel.size)
-        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        unpack_(flat, bucket)
 
 
 def sum_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
     """Replace tensors by their sum over islands, in the order of islands."""
+    room = Bucket()
     for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = room.pack(bucket)
         sum_in_order_(flat, channel)
-        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        unpack_(flat, bucket)
 
 
 class Membership:
@@ -99,13 +135,22 @@ class MeanChange:
         by_samples: shares are samples, and weigh; else they are 1.
         step: at whose end the round is held.
         sums: adds changes up compressed, over the same channel; left out, they go as they are.
+        room: for messages, kept by the policy.
     """
 
     def __init__(
-        self, channel: Channel, *, share: float, by_samples: bool, step: int, sums: CompressedSum | None = None
+        self,
+        channel: Channel,
+        *,
+        share: float,
+        by_samples: bool,
+        step: int,
+        sums: CompressedSum | None = None,
+        room: Bucket | None = None,
     ) -> None:
         self._channel, self._share, self._by_samples, self._step = channel, share, by_samples, step
         self._sums = sums
+        self._room = room or Bucket()
         self.members = Membership([1.0] * channel.size)
         """Who was in it; known after the first message."""
 
@@ -118,13 +163,12 @@ class MeanChange:
             self._sum_compressed(self._sums, changes)
             return
         for bucket in buckets(list(changes.values())):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = self._room.pack(bucket)
             self._weigh_(flat)
             sum_in_order_(flat, self._channel)
             if not self._by_samples:
                 flat.div_(self.members.count)
-            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            unpack_(flat, bucket)
             yield
 
     def _sum_compressed(self, sums: CompressedSum, changes: Mapping[str, Tensor]) -> None:

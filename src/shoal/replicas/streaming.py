@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.syncrule import SyncRule
-from shoal.replicas.averaging import mean_weights
+from shoal.replicas.averaging import mean_weights, step_nesterov_
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import MeanChange, Membership
+from shoal.replicas.exchange import Bucket, MeanChange, Membership, chunks
 from shoal.replicas.flight import Flight
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
@@ -38,6 +38,7 @@ class Streaming:
         self._in_flight = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
         self._told = torch.ones(rule.fragments, island.count, dtype=torch.float64)
         """The share of each island in the last round of each fragment."""
+        self._room = Bucket()
         self._samples = torch.zeros(rule.fragments, dtype=torch.int64)
         """Since each fragment was applied."""
         self._flights: dict[int, tuple[Flight, MeanChange]] = {}
@@ -78,7 +79,7 @@ class Streaming:
         names = self._fragments[fragment]
         changes = {name: self._in_flight[name] for name in names}
         for name, change in changes.items():
-            change.copy_(self._agreed[name] - self._island.weights[name])
+            torch.sub(self._agreed[name], self._island.weights[name], out=change)
         by_samples = self._config.weigh == "samples"
         share = float(self._samples[fragment]) if by_samples else 1.0
         channel = self._island.background or self._island.channel
@@ -88,6 +89,7 @@ class Streaming:
             by_samples=by_samples,
             step=step,
             sums=self._island.sums,
+            room=self._room,
         )
         if self._island.background is None:
             self._note(fragment, mean.finish(changes))
@@ -124,12 +126,8 @@ class Streaming:
         self._samples[fragment] = 0
         for name in self._fragments[fragment]:
             agreed, momentum, change = self._agreed[name], self._momentum[name], self._in_flight[name]
-            momentum.mul_(share)
-            momentum.add_(change)
-            moved = momentum * share
-            moved.add_(change)
-            moved.mul_(rate)
-            agreed.sub_(moved)
+            for parts in chunks(agreed, momentum, change):
+                step_nesterov_(*parts, share=share, rate=rate)
             weight = self._island.weights[name]
             if mixing == 0 or self._island.number in self.left_out:
                 weight.copy_(agreed)

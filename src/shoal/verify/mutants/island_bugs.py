@@ -33,6 +33,7 @@ def push_heavy_ball(
     momentum = self._momentum[name]
     momentum.mul_(self._config.outer_momentum).add_(change)
     agreed.sub_(momentum * self._config.outer_lr)
+    change.copy_(agreed)
 
 
 @replaces(averaging.Averaging, "_nesterov")
