@@ -76,6 +76,8 @@ class Islands:
     """Rounds so far: the number of the next one."""
     _taken: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     """Steps so far, where a script takes them and nobody numbers them."""
+    _said: str | None = None
+    """What to tell of a checkpoint that is being loaded."""
     _last_round: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -337,6 +339,9 @@ class Islands:
             # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.
             assert self.sums is not None
             self.sums.reset()
+            self._said = (
+                f"the checkpoint is of islands without compress={self.sums.rule}: nothing is left of what was not sent"
+            )
             extra = {key: one for key, one in extra.items() if key not in unsent}
         tensors: dict[str, Tensor] = {**extra}
         placements: dict[str, Placement] = {key: placed[key] for key in extra}
@@ -349,7 +354,8 @@ class Islands:
         """A checkpoint was loaded: of this policy, or of another, whose mean alone was taken; returns what to say of that."""
         if is_same:
             self.policy.loaded(after_round=self.was_round)
-            return None
+            said, self._said = self._said, None
+            return said
         self.policy.restart()
         self.interval.restart()
         if self.sums is not None:

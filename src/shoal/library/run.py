@@ -364,12 +364,8 @@ class Run(SavedRun):
             for scheduler in own.schedulers:
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
-        elif own.engine.islands is not None:
-            raise RunError(
-                f"step {self._num_steps + 1}: loss {loss}, norm of the gradient {norm}, in a run with islands"
-            )
         else:
-            self._reporter.warn(f"step {self._num_steps + 1} was left out: loss {loss}, norm of the gradient {norm}")
+            self._reporter.warn(own.leave_out(self._num_steps + 1, f"loss {loss}, norm of the gradient {norm}"))
         self._leave()
         metrics = own.engine.metrics
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=metrics)

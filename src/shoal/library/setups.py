@@ -57,6 +57,16 @@ class ModelSetup:
             self.loss_scale = self.loss_scale.after_step(not self.is_overflown)
         return loss
 
+    def leave_out(self, step: int, why: str) -> str:
+        """What to say of a step that is not finite and is left out.
+
+        Raises:
+            RunError: the run has islands, of which the others would go on with other rates and numbers of steps.
+        """
+        if self.engine.islands is not None:
+            raise RunError(f"step {step}: {why}, which a run with islands does not leave out")
+        return f"step {step} was left out: {why}"
+
     def _leave_out(self) -> None:
         """Let an optimizer's step pass over all parameters, as torch passes over those that have no gradient."""
         if not self.is_overflown:

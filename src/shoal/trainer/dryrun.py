@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shoal.core.axes import Axis
-from shoal.core.syncrule import SyncRule
 from shoal.core.units import format_bytes, format_count
 from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.engine.config import Settings
@@ -21,7 +19,6 @@ from shoal.models.embeddings import make_dense
 from shoal.optim.precision import Precision
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.describe import describe
-from shoal.parallel.zero.layout import lay_out, owned_elements
 from shoal.paramserver.config import group_plan
 from shoal.paramserver.server.memory import sizes_with_servers
 from shoal.paramserver.worker.flat import describe_model
@@ -162,18 +159,6 @@ def _part_of(stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -
     return RankPart(elsewhere=stages.elsewhere(rank), names=names)
 
 
-def _policy_bytes(preview: RankPreview) -> int:
-    """Bytes that the policy between islands keeps on a rank: copies of what it updates."""
-    plan = preview.plan
-    trained = {name: weight for name, weight in preview.model.named_parameters() if weight.requires_grad}
-    updated = sum(weight.nbytes for weight in trained.values())
-    if plan.zero:
-        layout = lay_out(preview.model, preview.analysis, preview.mesh.degree(Axis.DATA))
-        owned = owned_elements(layout)[preview.mesh.coordinate(Axis.DATA)]
-        updated = sum((end - first) * trained[name].element_size() for name, (first, end) in owned.items())
-    return SyncRule.parse(plan.sync).num_copies * updated
-
-
 def _sizes_of(preview: RankPreview, settings: Settings, num_copies: int) -> dict[str, int]:
     """Bytes of a rank by what they are for, and their total; ``num_copies`` are the versions of weights beside the newest."""
     parameters = {id(parameter) for parameter in preview.model.parameters()}
@@ -190,8 +175,6 @@ def _sizes_of(preview: RankPreview, settings: Settings, num_copies: int) -> dict
     }
     if sizes.compression:
         parts["compression"] = sizes.compression
-    if preview.plan.islands > 1:
-        parts["policy"] = _policy_bytes(preview)
     return {**parts, "total": sum(parts.values())}
 
 

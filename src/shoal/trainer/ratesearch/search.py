@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.data.loader import StepBatch
+from shoal.engine.batches.loading import Batches
 from shoal.engine.callbacks.ratefinder import find_rate
-from shoal.trainer.batches import Batches
 from shoal.trainer.loop import Trainer
 
 _LOW, _HIGH, _STEPS = 1e-6, 1.0, 100
