@@ -206,11 +206,13 @@ def prepare(client, *arguments, function="shared_block:fill", seconds=30.0):
 
 
 def templates():
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "shared_block" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
-    ]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        # A process may end between any two looks at it, and a dead one has no command line.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "shared_block" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def test_forks_share_what_was_prepared_and_after_the_release_nobody_holds_it(client, tmp_path):

@@ -140,8 +140,8 @@ def _other_agreement(run_dir: Path, plan: Plan) -> Iterator[str]:
     before = Plan.parse(text := read_plan(run_dir))
     if (before.sync, before.compress) != (plan.sync, plan.compress):
         yield (
-            f"this run had the plan {text!r} and goes on as {str(plan)!r}: replicas agree in another way from here on, and what "
-            f"its sync and compress remember is dropped or averaged; give --plan {text!r} to keep it"
+            f"this run had the plan {text!r} and goes on as {str(plan)!r}: replicas agree in another way from here on; "
+            f"give --plan {text!r} to keep it"
         )
 
 

@@ -15,6 +15,7 @@ from shoal.cli.main import lift_debug, wants_json_alone
 VERBS = (
     "train",
     "run",
+    "place",
     "verify",
     "eval",
     "sample",

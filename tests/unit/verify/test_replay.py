@@ -1,5 +1,6 @@
 """The log of parameter servers, replayed in one process: beside the plain reference, and beside a loop written out by hand."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -23,9 +24,13 @@ def steps_of(folder):
     return [recording.step(index) for index in range(len(recording))]
 
 
+_NUMBERS = itertools.count()
+"""Of pushes, in the order in which they are written down."""
+
+
 def part_of(unit, read, factor, *, worker="w", more=()):
     works = [{"unit": unit, "read": read}, *({"unit": other, "read": None} for other in more)]
-    return {"worker": worker, "index": 0, "works": works, "factor": factor}
+    return {"worker": worker, "index": 0, "works": works, "factor": factor, "number": next(_NUMBERS)}
 
 
 def log_of(updates, **others):

@@ -17,6 +17,7 @@ from shoal.comm.world import World
 from shoal.core.axes import Axis
 from shoal.engine import model as engine
 from shoal.engine import parallelize, passes, piggyback
+from shoal.engine.batches import loading
 from shoal.parallel import batchnorm, data, gradnorm
 from shoal.parallel.context import apply as context
 from shoal.parallel.context import ring
@@ -24,7 +25,6 @@ from shoal.parallel.tensor import vocabulary
 from shoal.parallel.tensor.crossing import sum_out
 from shoal.parallel.zero import apply as zero
 from shoal.pipeline import deferred, share, versions
-from shoal.trainer import loop
 
 
 class Swap(NamedTuple):
@@ -246,8 +246,8 @@ def keep_old_weights(world: World) -> list[Swap]:
 
 def repeat_data(world: World) -> list[Swap]:
     """Every replica reads the first one's samples."""
-    honest = vars(loop)["Loader"]
-    return [Swap(loop, "Loader", lambda *arguments, **options: honest(*arguments, **{**options, "replica": 0}))]
+    honest = vars(loading)["Loader"]
+    return [Swap(loading, "Loader", lambda *arguments, **options: honest(*arguments, **{**options, "replica": 0}))]
 
 
 @replaces(engine.ParallelModel, "_sum_gradients")

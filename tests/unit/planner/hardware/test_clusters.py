@@ -34,7 +34,7 @@ def test_one_node_remembers_the_link_for_when_there_are_more():
     ("text", "message"),
     [
         ("a100:16x8@ethernet-100", "there is no link 'ethernet-100'; did you mean 'ethernet-10"),
-        ("a100:16x8@ethernet", "did you mean 'ethernet-1g', 'ethernet-10g' or 'ethernet-100g'\\? there are nvlink2"),
+        ("a100:16x8@ethernet", "did you mean 'ethernet-1g', 'ethernet-10g' or 'ethernet-100m'\\? there are nvlink2"),
         ("a100:16x8@", "'a100:16x8@' names no link after @; leave @ out for the usual one, or give one of nvlink2, "),
         ("a100@ ", "'a100@ ' names no link after @"),
         ("a10:16x8@ethernet-10g", "there is no device 'a10'; did you mean 'a100'"),
