@@ -110,6 +110,7 @@ def test_counted_bytes_are_the_predicted_ones_and_zero_changes_no_bit():
     refuse_differences(found[0])
 
 
+@pytest.mark.soak
 def test_weights_are_gathered_as_codes_and_neither_stage_nor_ranks_change_a_bit():
     rows = {"compression": {"min_elements": 256, "weights": "int8"}}
     found = run_on_ranks(train_counted, 2, {f"dp=2 zero={zero} compress=int4": rows for zero in (1, 2, 3)})
@@ -168,6 +169,7 @@ def test_a_run_that_goes_on_ends_in_the_same_weights(shoal, tiny, tmp_path, plan
     assert read_summary(run)["weights_sha256"] == whole
 
 
+@pytest.mark.soak
 def test_a_checkpoint_moves_between_numbers_of_replicas_and_codecs_and_says_so(shoal, tiny, tmp_path):
     run = tmp_path / "run"
 

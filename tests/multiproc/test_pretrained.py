@@ -118,6 +118,7 @@ def test_each_rank_reads_its_own_part_of_a_folder_and_groups_are_those_of_one_pr
         assert all(rank["read"] <= (most or 4 * rank["held"]) for rank in both), "a rank reads what it holds"
 
 
+@pytest.mark.soak
 def test_a_run_that_goes_on_needs_nothing_of_what_it_began_from(shoal, tmp_path):
     write_folder(folder := tmp_path / "pretrained")
     sizes = "\n".join(f"{key} = {value}" for key, value in SIZES.items())

@@ -150,6 +150,7 @@ def test_every_plan_lays_the_shared_model_out(shoal, recipe, plan):
     assert by_ranks == [] and "by itself" not in told and shared == alone
 
 
+@pytest.mark.soak
 def test_a_new_generation_shares_a_model_again(shoal, recipe):
     whole, _, _, _ = train(shoal, recipe, "whole", 'model.build="parts:Survives"')
     again, by_ranks, told, run_dir = train(shoal, recipe, "again", 'model.build="parts:Dies"', "elastic.max_restarts=1")

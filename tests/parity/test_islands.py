@@ -71,6 +71,7 @@ def test_islands_equal_one_process_that_plays_them_all(recipe, plans):
             prove(prover, recipe, plan)
 
 
+@pytest.mark.soak
 def test_settings_of_policies_are_proved_too(recipe):
     """Rounds that lengthen as the rate falls; plain descent, averaged at every step; a graph of a file."""
     lengthening = ("replicas.interval=qsr", "replicas.interval_scale=0.0018")
@@ -92,6 +93,7 @@ def test_settings_of_policies_are_proved_too(recipe):
         )
 
 
+@pytest.mark.soak
 def test_planted_bugs_of_policies_are_caught(recipe):
     with Prover(steps=3) as prover:
         for name in CAUGHT:
@@ -121,6 +123,7 @@ COMPRESSED = (
 )
 
 
+@pytest.mark.soak
 def test_sparse_changes_equal_the_oracle(recipe):
     with Prover(steps=3) as prover:
         prove(prover, recipe, "dp=3 sync=sparse:3,0.05", "replicas.sparse_bits=2")
