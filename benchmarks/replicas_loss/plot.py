@@ -48,7 +48,7 @@ def _panel(count: str, rows: Mapping[str, Mapping[str, Any]], top: int) -> tuple
     first = top + _TOP
     end = first + _ROW * len(order)
     lines = [
-        f'<text x="12" y="{top + 18}" font-size="14">Validation loss after {count} steps, nats per byte</text>',
+        f'<text x="12" y="{top + 18}" font-size="14">Validation loss after {count}, nats per byte</text>',
         f'<text x="{_RIGHT + 20}" y="{top + 38}" font-size="11">loss, and bytes sent beside dense</text>',
     ]
     for name in (DENSE, ALONE):

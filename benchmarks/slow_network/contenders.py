@@ -41,7 +41,7 @@ PLANS = {
     "shoal powersgd:2": "dp=2 compress=powersgd:2",
     "shoal topk:0.01": "dp=2 compress=topk:0.01",
     "shoal diloco:50": "dp=2 sync=diloco:50",
-    "shoal stream:80,8,9": "dp=2 sync=stream:80,8,9",
+    "shoal stream:80,8,9 int8": "dp=2 sync=stream:80,8,9 compress=int8",
     "shoal diloco:50 int8": "dp=2 sync=diloco:50 compress=int8",
 }
 

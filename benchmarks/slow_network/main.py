@@ -25,7 +25,7 @@ from pairs import Pair
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 RATE = "100mbit"
-STREAMING, LONGEST = "shoal stream:80,8,9", 1.5
+STREAMING, LONGEST = "shoal stream:80,8,9 int8", 1.5
 """With streaming no step may be longer than this many local ones."""
 WARM_UP = {STREAMING: 77}
 """Steps before anything is measured, at the full speed of the machine; 3 for those that are not here. The first fragment is
