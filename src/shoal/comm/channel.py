@@ -1,20 +1,22 @@
 """The collectives that techniques are written in: one channel per axis of the mesh.
 
 A channel checks the arguments and counts the traffic; a transport moves the bytes. Where every rank of an axis is on this
-machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo;
-everywhere else it is a torch process group. Counts may differ from rank to rank, which torch's own reduce-scatter and
-all-gather refuse.
+machine that is shared memory (``shared.py``), which adds in the order of ranks and is several times faster than gloo; between
+hosts it is a torch process group (``torchgroup.py``), or both together (``twolevel.py``). Counts may differ from rank to rank,
+which torch's own reduce-scatter and all-gather refuse.
 
 The counted bytes are those of the whole tensor for reductions and all_gather, and of what was sent for the others.
+
+Operations that begin with ``start_`` return a handle. Between hosts they go on beside what the rank computes, on a thread of the
+transport (``threaded.py``); through shared memory they are over when they return, because there the processor does the moving.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.trafficcounter import TrafficCounter
@@ -29,9 +31,6 @@ class PeerLost(RunError):
         self.ranks = tuple(ranks)
         """The ranks of the run that were lost."""
 
-
-CHUNK_ELEMENTS = 1 << 20
-"""Elements of a slice that travel together in a reduction between hosts: what one chunk takes to add, the next takes to come."""
 
 _is_silent = False
 """Of this process, in which one thread computes. Not a ``ContextVar``, which a compiled model cannot read."""
@@ -56,8 +55,33 @@ def is_silent() -> bool:
     return _is_silent
 
 
+class Handle:
+    """An operation that was started. This one is over already; a transport that goes on in the background has its own."""
+
+    def wait(self) -> None:
+        """Return when the tensors may be used again; raises what the operation raised."""
+
+    def then(self, call: Callable[[BaseException | None], None]) -> None:
+        """Call this with what the operation raised, or None, when it is over: at once, or on the thread that did it."""
+        call(None)
+
+
+DONE = Handle()
+
+
+class Background(Protocol):
+    """A transport that can do operations beside what the caller computes, one after the other in the order of their starts."""
+
+    def start(self, operation: str, work: Callable[["Transport"], None]) -> Handle:
+        """Begin ``work``, which is given the transport that moves the bytes."""
+
+
 class Transport(Protocol):
     """Moves the bytes of one group of ranks. Every tensor is contiguous; every call is collective and in the same order."""
+
+    @property
+    def is_ordered(self) -> bool:
+        """Sums run over ranks 0, 1, ... in this order, so that they have the bits of one process that adds in it."""
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Add over ranks, in place."""
@@ -85,14 +109,28 @@ class Channel:
     """One axis of the mesh, seen from this rank. With one rank on it every operation is the identity and costs nothing."""
 
     def __init__(
-        self, axis: str, *, rank: int, size: int, transport: Transport | None, traffic: TrafficCounter
+        self,
+        axis: str,
+        *,
+        rank: int,
+        size: int,
+        transport: Transport | None,
+        traffic: TrafficCounter,
+        background: Background | None = None,
     ) -> None:
+        """``background`` is the transport once more where it can go on beside what the rank computes."""
         assert size == 1 or transport is not None
         self.axis = axis
         self.rank = rank
         self.size = size
         self.transport = transport
         self.traffic = traffic
+        self._background = background
+
+    @property
+    def overlaps(self) -> bool:
+        """True where what ``start_`` operations begin goes on beside what the rank computes."""
+        return self._background is not None and not is_silent()
 
     @property
     def is_counting(self) -> bool:
@@ -150,6 +188,32 @@ class Channel:
             self.transport.all_gather(own, whole, counts)
         return whole
 
+    def start_all_reduce_(self, tensor: Tensor) -> Handle:
+        """As ``all_reduce_``; the tensor may be used again when the handle has been waited for. Also of the next two."""
+        if self._background is None or is_silent() or not tensor.numel():
+            self.all_reduce_(tensor)
+            return DONE
+        self.traffic.note(self.axis, "all_reduce", tensor.nbytes)
+        return self._background.start("all_reduce", lambda inner: inner.all_reduce_(tensor))
+
+    def start_reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Handle:
+        """As ``reduce_scatter``."""
+        if self._background is None or is_silent() or not whole.numel():
+            self.reduce_scatter(whole, own, counts)
+            return DONE
+        assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
+        self.traffic.note(self.axis, "reduce_scatter", whole.nbytes)
+        return self._background.start("reduce_scatter", lambda inner: inner.reduce_scatter(whole, own, counts))
+
+    def start_all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Handle:
+        """As ``all_gather``; ``own`` must not change before the handle has been waited for."""
+        if self._background is None or is_silent() or not whole.numel():
+            self.all_gather(own, whole, counts)
+            return DONE
+        assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
+        self.traffic.note(self.axis, "all_gather", whole.nbytes)
+        return self._background.start("all_gather", lambda inner: inner.all_gather(own, whole, counts))
+
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Give ``sent[r]`` to rank r and get ``received[r]`` from it (all-to-all); shapes may differ."""
         if self.transport is None:
@@ -188,134 +252,10 @@ def _pretend(own: Tensor, received: Tensor) -> None:
         received.zero_()
 
 
-class TorchTransport:
-    """A torch process group: gloo on the CPU, nccl on CUDA."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank(group)
-
-    def all_reduce_(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        dist.all_reduce(tensor, group=self.group)
-
-    def all_reduce_max_(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-
-    def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """See ``Transport``. On the CPU every rank gets its slice from all others at once and adds in the order of ranks.
-
-        gloo's reduce-scatter is an all-reduce and wants equal counts. What has come is added while the next chunk is on its way.
-        """
-        if whole.is_cuda:
-            self._reduce_scatter_padded(whole, own, counts)
-            return
-        parts = torch.split(whole, list(counts))
-        mine = parts[self.rank]
-        chunks = [slice(start, start + CHUNK_ELEMENTS) for start in range(0, max(counts), CHUNK_ELEMENTS)]
-        under_way = [self._post_slices(parts, mine, chunk) for chunk in chunks[:1]]
-        for number, chunk in enumerate(chunks):
-            if number + 1 < len(chunks):
-                under_way.append(self._post_slices(parts, mine, chunks[number + 1]))
-            handles, received = under_way.pop(0)
-            for handle in handles:
-                handle.wait()
-            if mine[chunk].numel():
-                total = received[0].clone() if self.rank == 0 else received[0]
-                for part in received[1:]:
-                    total.add_(part)
-                own[chunk].copy_(total)
-
-    def _post_slices(self, parts: Sequence[Tensor], mine: Tensor, chunk: slice) -> tuple[list[dist.Work], list[Tensor]]:
-        """Start to send a chunk of every other rank's slice and to receive this rank's from them, in the order of ranks."""
-        here = mine[chunk]
-        received = [here if peer == self.rank else torch.empty_like(here) for peer in range(len(self.ranks))]
-        return self._post([part[chunk] for part in parts], received), received
-
-    def _reduce_scatter_padded(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """nccl has it in one call, for equal counts: shorter slices end in zeros."""
-        most = max(counts)
-        padded = whole.new_zeros(len(counts), most)
-        for row, part in zip(padded, torch.split(whole, list(counts)), strict=True):
-            row[: part.numel()].copy_(part)
-        total = whole.new_empty(most)
-        dist.reduce_scatter_tensor(total, padded.view(-1), group=self.group)
-        own.copy_(total[: own.numel()])
-
-    def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
-        """See ``Transport``. On the CPU every rank sends its slice to all others at once, because gloo wants equal counts."""
-        parts = torch.split(whole, list(counts))
-        if whole.is_cuda:
-            most = max(counts)
-            sent = own.new_zeros(most)
-            sent[: own.numel()].copy_(own)
-            gathered = whole.new_empty(len(counts), most)
-            dist.all_gather_into_tensor(gathered.view(-1), sent, group=self.group)
-            for row, part in zip(gathered, parts, strict=True):
-                part.copy_(row[: part.numel()])
-            return
-        mine = parts[self.rank]
-        if own.numel() and own.data_ptr() != mine.data_ptr():
-            mine.copy_(own)
-        for handle in self._post([mine] * len(parts), parts):
-            handle.wait()
-
-    def _post(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-        """Give ``sent[r]`` to rank r and start to get ``received[r]`` from it, for all other ranks.
-
-        Receives come first: gloo was measured to send in one direction at a time where both ends had posted their send before
-        their receive, which takes twice as long. Sends go round: at any time every rank sends to another one.
-        """
-        size = len(self.ranks)
-        if any(one.is_cuda for one in (*sent, *received)):
-            return self._post_batch(sent, received)
-        work: list[dist.Work] = []
-        for by in range(1, size):
-            peer = (self.rank - by) % size
-            if received[peer].numel():
-                receiving = dist.irecv(received[peer], self.ranks[peer], group=self.group)
-                assert receiving is not None, "None is for ranks outside of the group"
-                work.append(receiving)
-        for by in range(1, size):
-            peer = (self.rank + by) % size
-            if sent[peer].numel():
-                sending = dist.isend(sent[peer], self.ranks[peer], group=self.group)
-                assert sending is not None
-                sending.wait()
-        return work
-
-    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """See ``Transport``."""
-        received[self.rank].copy_(sent[self.rank])
-        for handle in self._post(sent, received):
-            handle.wait()
-
-    def _post_batch(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-        """The same in one call: nccl must be told of all sends and receives at once, or ranks wait for each other."""
-        others = [(number, rank) for number, rank in enumerate(self.ranks) if number != self.rank]
-        work = [dist.P2POp(dist.irecv, received[n], rank, self.group) for n, rank in others if received[n].numel()]
-        work += [dist.P2POp(dist.isend, sent[n], rank, self.group) for n, rank in others if sent[n].numel()]
-        return dist.batch_isend_irecv(work) if work else []
-
-    def ring_shift(self, sent: Tensor, received: Tensor, by: int) -> None:
-        """See ``Transport``."""
-        size = len(self.ranks)
-        work = [
-            dist.P2POp(dist.irecv, received, self.ranks[(self.rank - by) % size], self.group),
-            dist.P2POp(dist.isend, sent, self.ranks[(self.rank + by) % size], self.group),
-        ]
-        for handle in dist.batch_isend_irecv(work):
-            handle.wait()
-
-    def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """See ``Transport``."""
-        dist.broadcast(tensor, self.ranks[source], group=self.group)
-
-
 class EchoTransport:
     """No peers: every operation does as if all ranks had what this one has, so that numbers stay finite. For rehearsals."""
+
+    is_ordered = True
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -368,6 +308,8 @@ def _overlap(part: Tensor, whole: Tensor) -> bool:
 
 class SilentTransport:
     """Nothing moves: for tracing one rank of a plan on meta tensors, where only shapes matter."""
+
+    is_ordered = True
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """See ``Transport``."""

@@ -102,6 +102,14 @@ def refuse_empty(replicas: Replicas, *, num_samples: int) -> Replicas:
     )
 
 
+def refuse_absent(num_logical: int, num_present: int) -> Replicas:
+    """Why replicas cannot be joined while some are absent: those present compute the shares one after the other."""
+    return Replicas(
+        refusal=f"{num_present} of {num_logical} replicas are present, and shoal.all_gather needs all of them at once; start the "
+        "run again with --resume, with elastic.mode=restart"
+    )
+
+
 def all_gather(tensor: Tensor, dim: int = 0) -> Tensor:
     """The rows of all replicas, in the order of the global batch, with the gradient of a loss over the global batch.
 

@@ -52,12 +52,18 @@ def route_to(host: str) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """The interface with an IPv4 address; Linux only."""
+    # All of 127.0.0.0/8 is the loopback interface's, which answers with its first address.
+    wanted = "127.0.0.1" if address.startswith("127.") else address
+    return next((name for name, found in list_interfaces() if found == wanted), None)
+
+
+def list_interfaces() -> list[tuple[str, str]]:
+    """The name and the IPv4 address of every interface that has one; Linux only."""
     try:
         import fcntl
     except ImportError:
-        return None
-    # All of 127.0.0.0/8 is the loopback interface's, which answers with its first address.
-    wanted = "127.0.0.1" if address.startswith("127.") else address
+        return []
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -65,6 +71,5 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
             except OSError:
                 continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == wanted:
-                return name
-    return None
+            found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found

@@ -11,14 +11,21 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from shoal.comm.channel import Channel, EchoTransport, SilentTransport, TorchTransport, Transport
+from shoal.comm.channel import Channel, EchoTransport, SilentTransport, Transport
+from shoal.comm.hosts import find_hosts, has_two_levels, ranks_by_host, warn_of_crossings
+from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
+from shoal.comm.threaded import ThreadedTransport
+from shoal.comm.torchgroup import TorchTransport
 from shoal.comm.trafficcounter import TrafficCounter
-from shoal.comm.world import World
+from shoal.comm.twolevel import TwoLevelTransport
+from shoal.comm.world import World, wait_longer
 from shoal.core.axes import Axis
+from shoal.core.logical import rounds_of
 from shoal.core.plan import Plan
 
 GRID = (Axis.ISLAND, Axis.PIPELINE, Axis.DATA, Axis.CONTEXT, Axis.TENSOR)
@@ -39,8 +46,11 @@ class Mesh:
         everyone: Channel,
         traffic: TrafficCounter,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
+        num_logical: int = 0,
     ) -> None:
         self.degrees = degrees
+        self.num_logical = num_logical or degrees[Axis.DATA]
+        """Replicas that the plan has; more than lie along ``dp`` where some are absent."""
         self.coordinates = coordinates
         self.channels = channels
         self.replicas = replicas
@@ -49,6 +59,8 @@ class Mesh:
         """All ranks of this rank's island: of the run, where it is not divided into islands."""
         self.traffic = traffic
         self.groups = groups or {}
+        self.warnings: tuple[str, ...] = ()
+        """What the user should know of how the axes lie on hosts."""
         self._own_groups: list[dist.ProcessGroup] = []
         self._background: list[Channel] = []
 
@@ -73,6 +85,22 @@ class Mesh:
         """The number of this rank's replica among those of all islands."""
         return self.coordinates[Axis.ISLAND] * self.degrees[Axis.DATA] + self.coordinates[Axis.DATA]
 
+    @property
+    def has_absent(self) -> bool:
+        """True when those present compute the shares of absent replicas too."""
+        return self.num_logical > self.degrees[Axis.DATA]
+
+    @property
+    def rounds(self) -> tuple[int | None, ...]:
+        """The logical replica that this rank's replica computes in each round of a step; its own, where none is absent."""
+        place, present = self.coordinates[Axis.DATA], self.degrees[Axis.DATA]
+        return rounds_of(place, num_logical=self.num_logical, num_present=present)
+
+    @property
+    def has_whole_replicas(self) -> bool:
+        """True when every rank is a replica that holds everything, and there are several, present or not."""
+        return self.replicas.size == self.everyone.size and (self.everyone.size > 1 or self.has_absent)
+
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The torch group of an axis (``dp``, ``tp``, ...) or of ``replicas``; None where one rank is alone on it."""
         return self.groups.get(name)
@@ -87,8 +115,11 @@ class Mesh:
     def close(self) -> None:
         """Give back shared memory and the groups made for this mesh; closing twice is allowed. Nothing works afterwards."""
         for channel in (*self.channels.values(), self.replicas, self.everyone, *self._background):
-            if isinstance(channel.transport, SharedTransport):
+            if isinstance(channel.transport, ThreadedTransport):
+                # The thread first: it may be using the rest.
                 channel.transport.close()
+            if isinstance(inner := inner_transport(channel), (SharedTransport, TwoLevelTransport)):
+                inner.close()
         # A process that proves many plans makes many meshes, and each of gloo's groups has threads of its own.
         for group in self._own_groups:
             dist.destroy_process_group(group)
@@ -143,13 +174,69 @@ def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
             if group is not None and world.rank in ranks:
                 groups[name] = group
                 names.setdefault(key, []).append(name)
+    hosts = find_hosts(world) if shared and world.device.type == "cpu" else (0,) * world.size
+    between = _make_groups_between(world, made, hosts)
     transports: dict[str, Transport] = {}
     for key, shared_by in names.items():
-        transport = _build_transport(world, groups[shared_by[0]], axis="/".join(shared_by), shared=shared)
+        axis = "/".join(shared_by)
+        if key in between:
+            transport: Transport = _build_between(world, between[key], axis=axis)
+        else:
+            transport = _build_transport(world, groups[shared_by[0]], axis=axis, shared=shared)
         transports.update(dict.fromkeys(names[key], transport))
-    mesh = _mesh(world.rank, degrees, TrafficCounter(), groups, transports)
+    mesh = _mesh(world.rank, degrees, TrafficCounter(), groups, transports, num_logical=world.num_logical)
     mesh._own_groups = [group for group in made.values() if group is not None and group is not world.group]
+    for pair in between.values():
+        mesh._own_groups += [group for group in pair if group is not None]
+    mesh.warnings = warn_of_crossings({axis: rank_groups(degrees, (axis,)) for axis in INSIDE}, degrees, hosts)
     return mesh
+
+
+def inner_transport(channel: Channel) -> Transport | None:
+    """What moves the bytes of a channel, whether or not in the background."""
+    return channel.transport.inner if isinstance(channel.transport, ThreadedTransport) else channel.transport
+
+
+_Between = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+
+
+def _make_groups_between(
+    world: World, made: Mapping[tuple[int, ...], object], hosts: Sequence[int]
+) -> dict[tuple[int, ...], _Between]:
+    """For each group of this rank that spans hosts, two more: between all its ranks, and between those of this host, where it
+    has two levels. DDP uses the mesh's own groups on its own account, and a thread must not get between its messages."""
+    found: dict[tuple[int, ...], _Between] = {}
+    for ranks in made:
+        pieces = ranks_by_host(ranks, hosts)
+        if len(pieces) == 1:
+            continue
+        whole, near = _new_group(world, list(ranks)), None
+        for piece in pieces if has_two_levels(ranks, hosts) else ():
+            group = _new_group(world, piece)
+            near = group if world.rank in piece else near
+        if world.rank in ranks:
+            found[ranks] = (whole, near)
+    return found
+
+
+def _build_between(world: World, groups: _Between, *, axis: str) -> Transport:
+    """A transport between hosts: over two levels where all hosts can, and in the background."""
+    whole, near = groups
+    assert whole is not None
+    ranks = dist.get_process_group_ranks(whole)
+    ring = [ranks.index(rank) for piece in ranks_by_host(ranks, find_hosts(world)) for rank in piece]
+    inner: Transport = TorchTransport(whole, ring=ring)
+    if near is not None:
+        # It waits for the other host most of the time, and spinning would take the processor from what computes.
+        local = build_shared_transport(near, axis=axis, deadline_seconds=world.deadline_seconds, spins=False)
+        vote = torch.tensor([0 if local is None else 1])
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=whole)
+        if vote.item():
+            assert local is not None
+            inner = TwoLevelTransport(local, whole)
+        elif local is not None:
+            local.close()
+    return ThreadedTransport(inner, name=axis, deadline_seconds=world.deadline_seconds)
 
 
 def _build_transport(
@@ -157,13 +244,14 @@ def _build_transport(
 ) -> Transport:
     if world.is_rehearsed:
         return EchoTransport()
-    if shared and world.device.type == "cpu":
+    is_cpu = world.device.type == "cpu"
+    if shared and is_cpu and len({find_hosts(world)[rank] for rank in dist.get_process_group_ranks(group)}) == 1:
         # Ranks that outnumber the cores must not burn the time that the peer they wait for needs.
         spins = spins and world.size <= _num_cores()
         transport = build_shared_transport(group, axis=axis, deadline_seconds=world.deadline_seconds, spins=spins)
         if transport is not None:
             return transport
-    return TorchTransport(group)
+    return TorchTransport(group, is_ordered=is_cpu)
 
 
 def _num_cores() -> int:
@@ -199,10 +287,13 @@ def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
 
 def _new_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
     # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
-    timeout = timedelta(seconds=world.deadline_seconds)
-    with sealed_listeners():
+    timeout = timedelta(seconds=world.join_seconds)
+    with noted_connections(), sealed_listeners():
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
-    return group if isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    wait_longer(world, group)
+    return group
 
 
 def _mesh(
@@ -211,13 +302,18 @@ def _mesh(
     traffic: TrafficCounter,
     groups: Mapping[str, dist.ProcessGroup],
     transports: Mapping[str, Transport],
+    *,
+    num_logical: int = 0,
 ) -> Mesh:
     places = list(itertools.product(*(range(degrees[axis]) for axis in GRID)))
     coordinates = dict(zip(GRID, places[rank], strict=True))
 
     def channel(name: str, axes: Sequence[Axis]) -> Channel:
         ranks = next(ranks for ranks in rank_groups(degrees, axes) if rank in ranks)
-        return Channel(name, rank=ranks.index(rank), size=len(ranks), transport=transports.get(name), traffic=traffic)
+        transport = transports.get(name)
+        background = transport if isinstance(transport, ThreadedTransport) else None
+        place = ranks.index(rank)
+        return Channel(name, rank=place, size=len(ranks), transport=transport, traffic=traffic, background=background)
 
     return Mesh(
         degrees=degrees,
@@ -227,4 +323,5 @@ def _mesh(
         everyone=channel("everyone", INSIDE),
         traffic=traffic,
         groups=groups,
+        num_logical=num_logical,
     )

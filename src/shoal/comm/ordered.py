@@ -7,20 +7,20 @@ process to the bit is summed here.
 import torch
 from torch import Tensor
 
-from shoal.comm.channel import Channel, TorchTransport
+from shoal.comm.channel import Channel
 from shoal.comm.trafficcounter import Traffic, TrafficCounts
 
 
 def has_rank_order(channel: Channel) -> bool:
-    """True where the channel adds in the order of ranks by itself: shared memory does, and of two ranks no order differs."""
-    return not isinstance(channel.transport, TorchTransport) or channel.size <= 2
+    """True where the channel adds in the order of ranks by itself: on the CPU it does, and of two ranks no order differs."""
+    return channel.transport is None or channel.transport.is_ordered or channel.size <= 2
 
 
 def sum_in_order_(flat: Tensor, channel: Channel) -> None:
     """Add a flat tensor over the ranks of a channel, first rank first.
 
-    Shared memory adds in this order by itself, and of two ranks the order makes no difference. A torch group of more adds as its
-    algorithm likes: there every rank adds up one slice and gives it to the others, which moves the bytes of a ring.
+    On the CPU a channel adds in this order by itself, and of two ranks the order makes no difference. nccl adds as its algorithm
+    likes: there every rank adds up one slice and gives it to the others, which moves the bytes of a ring.
     """
     if has_rank_order(channel):
         channel.all_reduce_(flat)

@@ -69,6 +69,8 @@ _AMOUNT = (1 << 56) - 1
 class SharedTransport:
     """Moves the bytes of one group of ranks of this machine; a ``Transport`` for CPU tensors. Used by one thread."""
 
+    is_ordered = True
+
     def __init__(self, memory: GroupMemory, rounds: Rounds) -> None:
         self.rank = rounds.member.rank
         self.size = memory.num_ranks
@@ -190,6 +192,38 @@ class SharedTransport:
             self._meet()
             if self.rank != source:
                 piece.copy_(slot)
+
+    def reduce_parts(self, parts: Sequence[Tensor], own: Tensor, carry: Tensor | None) -> None:
+        """Add what all ranks have for this one to ``carry``, in the order of ranks, and put the sum into ``own``.
+
+        A reduce-scatter whose slices need not lie beside one another, for a sum that began on another host (``twolevel.py``).
+
+        Args:
+            parts: what this rank has for each rank; flat, of the same sizes on all ranks. All are left undefined.
+            own: may be ``parts[rank]`` or ``carry`` itself.
+            carry: what the sum starts from; None for nothing.
+        """
+        itemsize = own.itemsize
+        width = SLOT_BYTES // itemsize // (self.size - 1) // _ALIGN * _ALIGN
+        self._enter("reduce_scatter", own.dtype, sum(part.numel() for part in parts) * itemsize)
+        for at in range(0, max(part.numel() for part in parts), width):
+            slots = self._next_slots(own.dtype)
+            for place in self._others():
+                num = min(width, parts[place].numel() - at)
+                if num > 0:
+                    section = _section(place, self.rank, width)
+                    slots[self.rank].narrow(0, section, num).copy_(parts[place].narrow(0, at, num))
+            self._meet()
+            num = min(width, own.numel() - at)
+            if num > 0:
+                terms = [
+                    parts[place].narrow(0, at, num)
+                    if place == self.rank
+                    else slots[place].narrow(0, _section(self.rank, place, width), num)
+                    for place in range(self.size)
+                ]
+                start = [] if carry is None else [carry.narrow(0, at, num)]
+                self._fold([*start, *terms], torch.add, own.narrow(0, at, num))
 
     def close(self) -> None:
         """Give the memory back; closing twice is allowed. Any operation afterwards fails."""

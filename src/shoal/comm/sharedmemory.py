@@ -33,6 +33,7 @@ from torch import Tensor
 
 from shoal.comm import futex
 from shoal.comm.channel import PeerLost
+from shoal.comm.interruption import reason_to_stop
 from shoal.core.errors import RunError
 
 LINE_BYTES = 128
@@ -317,6 +318,8 @@ class Rounds:
         # A peer that went home after this round has seen everyone arrive in it, and so does this rank if it looks again.
         if self._words[word] != late:
             return
+        if not dead and (reason := reason_to_stop()) is not None:
+            raise self.fail(PeerLost(f"{reason}, so nobody comes to '{self.operation}' any more", ranks=[]))
         if not dead and waited < self.deadline_seconds:
             return
         names = [self.member.name(place) for place in dead or self._late_places(late)]

@@ -7,22 +7,28 @@ is connected (``packetfilter.py``).
 """
 
 import itertools
+import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.interface import choose_interface, own_address
+from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import sealed_listeners
+from shoal.comm.store.agentstore import AgentStore
 from shoal.core.errors import RunError
 from shoal.core.place import Place
 
 _JOINED = itertools.count()
 _OPENED: list[Store] = []
 """The store of this process's launcher, once it is open."""
+_KEPT: list[Store] = []
 
 
 class World:
@@ -34,11 +40,17 @@ class World:
         self.generation = place.generation
         self.device = device
         self.deadline_seconds = deadline_seconds
+        self.join_seconds = deadline_seconds
+        """How long the ranks of a group may take to connect to one another."""
         self.group: dist.ProcessGroup | None = None
         self.save_group: dist.ProcessGroup | None = None
         self.owns_group = True
+        self.num_logical = 0
+        """Replicas that the run's plan has, where fewer are present (``core/logical.py``); 0 where all are."""
         self.is_rehearsed = False
         """There are no other processes: see ``comm/rehearsal.py``."""
+        self.hosts: tuple[int, ...] | None = None
+        """The host of every rank; found by the first mesh where nobody has said it (``comm/hosts.py``)."""
 
     @property
     def is_first(self) -> bool:
@@ -76,6 +88,7 @@ def join_world(
     deadline_seconds: float,
     store: Store | None = None,
     device: torch.device | None = None,
+    join_seconds: float | None = None,
 ) -> World:
     """Join the other processes of this run, or be alone.
 
@@ -84,36 +97,50 @@ def join_world(
         deadline_seconds: how long a collective waits before it gives up.
         store: where the processes meet; the place's file or the launcher's own when left out.
         device: where tensors are; left out, this process's GPU where there is one.
+        join_seconds: how long ranks may take to connect to one another; left out, as long as a collective.
     """
     if device is None:
         device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     world = World(place, device=device, deadline_seconds=deadline_seconds)
+    world.join_seconds = deadline_seconds if join_seconds is None else min(join_seconds, deadline_seconds)
     if not place.is_launched:
         return world
-    timeout = timedelta(seconds=deadline_seconds)
+    timeout = timedelta(seconds=world.join_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
         # The caller's own group: use it, and leave it to him.
         world.group, world.owns_group = dist.group.WORLD, False
-        with sealed_listeners():
+        with noted_connections(), sealed_listeners():
             world.save_group = dist.new_group(backend="gloo", timeout=timeout)
         return world
     if not place.store:
         choose_interface(place)
-    if store is None and place.store:
+    if store is None and place.store and Path(place.store).is_socket():
+        store = AgentStore(place.store)
+        # A store that is written in Python lives only as long as Python refers to it.
+        _KEPT.append(store)
+    elif store is None and place.store:
         store = FileStore(place.store, place.world_size)
     elif store is None:
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
-    with sealed_listeners():
+    with noted_connections(), sealed_listeners():
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
         world.group = dist.group.WORLD
         # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
         world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    for group in (world.group, world.save_group):
+        wait_longer(world, group)
     return world
+
+
+def wait_longer(world: World, group: dist.ProcessGroup | None) -> None:
+    """A group's ranks are connected: its collectives may take their whole deadline from now on."""
+    if world.join_seconds < world.deadline_seconds and isinstance(group, dist.ProcessGroup):
+        _set_pg_timeout(timedelta(seconds=world.deadline_seconds), group)
 
 
 def open_store(place: Place, timeout: timedelta) -> Store:
@@ -135,6 +162,9 @@ def open_store(place: Place, timeout: timedelta) -> Store:
 def _opened_store(place: Place, timeout: timedelta) -> Store:
     """torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
     listen on every interface."""
+    if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Not torch's own way to it: that has a prefix by the restarts of this host's agent, which other hosts count otherwise.
+        return connect_store(place, timeout)
     if place.launcher == "torchrun":
         found: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
         return found
@@ -157,6 +187,12 @@ def _opened_store(place: Place, timeout: timedelta) -> Store:
             f"{doing} at {where}, where {place.launcher} has its processes meet: {error}; set MASTER_ADDR and MASTER_PORT "
             "to an address of rank 0's host and a free port"
         ) from error
+
+
+def connect_store(place: Place, timeout: timedelta) -> Store:
+    """A connection of its own to the store of a launcher that serves one at the place's address."""
+    where = (own_address(place) if place.rank == 0 and place.launcher != "torchrun" else None) or place.address
+    return TCPStore(where, place.port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def _listen(where: str, place: Place) -> socket.socket:

@@ -5,7 +5,7 @@ import torch
 from shoal.compression.blocks import DEFAULT_BLOCK as INT_BLOCK
 from shoal.compression.blocks import BlockInt
 from shoal.compression.codec import Codec
-from shoal.compression.config import CompressionConfig, has_residual
+from shoal.compression.config import CompressionConfig, back_rule, has_residual
 from shoal.compression.floats import DEFAULT_BLOCK as FLOAT_BLOCK
 from shoal.compression.floats import BlockFloat8, HalfFloat
 from shoal.compression.quantize import DEFAULT_BLOCK as QSGD_BLOCK
@@ -44,3 +44,9 @@ def build_codec(rule: CompressRule, config: CompressionConfig) -> Codec | None:
         case "natural":
             return Natural()
     return None
+
+
+def build_back(rule: CompressRule, config: CompressionConfig) -> Codec | None:
+    """The codec that sums come back by; None where they come back as they are."""
+    back = back_rule(rule, config)
+    return None if back is None else build_codec(back, config)

@@ -22,6 +22,9 @@ class CompressionConfig(Config):
     """Tensors with fewer elements go uncompressed: their bytes are few, and norms and biases are sensitive."""
     both_ways: bool = True
     """Compress the result on its way back to the replicas as well, not only what each of them sends."""
+    back: Literal["same", "int8"] | None = None
+    """What the result comes back as where it is compressed: by the codec of the way there, or as int8; left out: int8 for int4,
+    whose second rounding costs as much loss as the first, else the same."""
     block: int | None = Field(default=None, ge=8)
     """Elements that share one scale, where the plan does not say; left out: as the method has it (128 for int8 and int4)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -32,6 +35,14 @@ class CompressionConfig(Config):
     """Under ZeRO, what weights are gathered as; passes and evaluations read them so; float32 masters are trained and saved."""
     min_rate: float = Field(default=2.0, gt=0)
     """``powersgd`` leaves a matrix alone unless its factors are so many times smaller than the matrix."""
+
+
+def back_rule(rule: CompressRule, config: CompressionConfig) -> CompressRule | None:
+    """The codec that a sum comes back by, of those that code every element; None where it comes back as it is."""
+    if not config.both_ways:
+        return None
+    back = config.back or ("int8" if rule.kind == "int4" else "same")
+    return rule if back == "same" else CompressRule(kind="int8", block=rule.block)
 
 
 def has_residual(rule: CompressRule, config: CompressionConfig) -> bool:

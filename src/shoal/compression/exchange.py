@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.comm.channel import Channel
 from shoal.comm.ordered import has_rank_order, sum_in_order_
-from shoal.comm.trafficcounter import TrafficCounts
-from shoal.compression.build import build_codec
+from shoal.comm.trafficcounter import ExchangeMeter, TrafficCounts
+from shoal.compression.build import build_back, build_codec
 from shoal.compression.codec import Codec, Encoded
 from shoal.compression.config import CompressionConfig, has_residual
 from shoal.compression.dgc import DGCState, accumulate, ratio_at, send
@@ -29,6 +29,7 @@ from shoal.compression.layout import (
     TensorPart,
     block_of,
     cut_as_owned,
+    cut_block,
     cut_evenly,
     factor_rank,
     is_compressed,
@@ -80,6 +81,8 @@ class CompressedSum:
         self.rule, self.config, self.channel, self.seed = rule, config, channel, seed
         self.owned = owned
         self.step = 0
+        self.meter = ExchangeMeter()
+        """What was sent so far."""
         self.numbers: dict[str, Tensor] = {}
         """Further numbers that belong to the state, by name, the same on all ranks."""
         self.sent_counts: list[int] = []
@@ -91,14 +94,15 @@ class CompressedSum:
         self._has_residual = has_residual(rule, config)
         self.compressed = {name: part for name, part in self.parts.items() if is_compressed(part.shape, rule, config)}
         self._pieces: list[list[Piece]] = []
+        self._back: Codec | None = None
+        """What the sum is encoded by on its way back; None where it stays with its owner or comes back as it is."""
         if self._way == "blocks":
             assert self._codec is not None
-            block = block_of(self._codec)
-            self._pieces = (
-                cut_evenly(self.compressed, channel.size, block)
-                if owned is None
-                else cut_as_owned(self.compressed, owned, block)
-            )
+            if owned is None:
+                self._back = build_back(rule, config)
+                self._pieces = cut_evenly(self.compressed, channel.size, cut_block(self._codec, self._back))
+            else:
+                self._pieces = cut_as_owned(self.compressed, owned, block_of(self._codec))
         self._own_ranges: dict[str, tuple[int, int]] = {}
         """Of the tensors that this rank adds up a slice of: the slice's first element and its end."""
         for piece in self._pieces[channel.rank] if self._pieces else ():
@@ -118,7 +122,7 @@ class CompressedSum:
     @property
     def answers_both_ways(self) -> bool:
         """The sum is encoded on its way back as well."""
-        return self._way == "blocks" and self.owned is None and self.config.both_ways
+        return self._back is not None
 
     # --- a step
 
@@ -136,6 +140,16 @@ class CompressedSum:
         """
         flats = {name: _flatten(tensors[name]) for name in self.parts if name in tensors}
         self._summed = frozenset(flats)
+        with self.meter.measuring(self.channel.traffic, self.channel.axis, self.channel.size):
+            self._sum(flats)
+        # Under ZeRO a sum is made and not told: what it is told as is the weights, later.
+        dense = sum(flat.nbytes for flat in flats.values())
+        self.meter.add_dense(dense if self.owned is None else dense // 2, self.channel.size)
+        for name, flat in flats.items():
+            if flat.data_ptr() != tensors[name].data_ptr():
+                tensors[name].copy_(flat.view_as(tensors[name]))
+
+    def _sum(self, flats: Mapping[str, Tensor]) -> None:
         chosen = self.compressed if self.is_compressed else {}
         self._sum_dense([flat for name, flat in flats.items() if name not in chosen])
         large = {name: flat for name, flat in flats.items() if name in chosen}
@@ -149,9 +163,6 @@ class CompressedSum:
                     self._sum_random(large)
                 case "factors":
                     self._sum_factors(large)
-        for name, flat in flats.items():
-            if flat.data_ptr() != tensors[name].data_ptr():
-                tensors[name].copy_(flat.view_as(tensors[name]))
 
     def commit(self) -> None:
         """The step was taken: what its sums lost is kept for the next."""
@@ -281,8 +292,8 @@ class CompressedSum:
         received = torch.tensor_split(self._kept("received", len(counts) * counts[rank], torch.uint8), len(counts))
         self.channel.all_to_all(messages, received)
         totals = self._add_messages(codec, received, pieces[rank], flats)
-        if self.owned is None and self.config.both_ways:
-            self._return_encoded(codec, pieces, totals, flats)
+        if self._back is not None:
+            self._return_encoded(self._back, pieces, totals, flats)
         elif self.owned is None:
             self._return_dense(pieces, totals, flats)
 

@@ -99,6 +99,11 @@ def block_of(codec: Codec) -> int:
     return int(getattr(codec, "block", _NO_BLOCK))
 
 
+def cut_block(codec: Codec, back: Codec | None) -> int:
+    """Elements at whose multiples sums are dealt out: between blocks of the way there and of the way back."""
+    return block_of(codec) if back is None else math.lcm(block_of(codec), block_of(back))
+
+
 def cut_evenly(parts: Mapping[str, TensorPart], num_ranks: int, block: int) -> list[list[Piece]]:
     """The pieces each rank adds up: a contiguous slice of all tensors, cut at the multiple of the block below its share."""
     names = list(parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shoal.comm.ordered import ordered_traffic
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
-from shoal.compression.build import build_codec
+from shoal.compression.build import build_back, build_codec
 from shoal.compression.codec import Codec, nbytes
 from shoal.compression.config import CompressionConfig, has_residual
 from shoal.compression.dgc import ratio_at
@@ -18,6 +18,7 @@ from shoal.compression.layout import (
     TensorPart,
     block_of,
     cut_as_owned,
+    cut_block,
     cut_evenly,
     factor_rank,
     is_compressed,
@@ -80,7 +81,8 @@ def sum_traffic(
         case "blocks":
             assert codec is not None
             compressed = {name: part for name, part in sorted(parts.items()) if is_compressed(part.shape, rule, config)}
-            return add_traffic(found, _blocks(compressed, large, codec, config, link, owned))
+            back = build_back(rule, config) if owned is None else None
+            return add_traffic(found, _blocks(compressed, large, codec, back, link, owned))
         case "selected":
             return add_traffic(found, _selected(large, rule, config, link, step, sent_counts))
         case "random":
@@ -115,10 +117,11 @@ def state_bytes(
     elements = sum(part.size for part in compressed.values())
     copies = 2 if rule.kind == "dgc" else int(has_residual(rule, config))
     total = copies * elements
-    if has_residual(rule, config) and way_of(rule) == "blocks" and config.both_ways and not is_sharded:
+    back = build_back(rule, config) if way_of(rule) == "blocks" and not is_sharded else None
+    if has_residual(rule, config) and back is not None:
         codec = build_codec(rule, config)
         assert codec is not None
-        total += sum(piece.numel for piece in cut_evenly(compressed, num_ranks, block_of(codec))[rank])
+        total += sum(piece.numel for piece in cut_evenly(compressed, num_ranks, cut_block(codec, back))[rank])
     if way_of(rule) == "factors":
         for part in compressed.values():
             _, cols, width = factor_rank(part.shape, int(rule.number))
@@ -144,18 +147,25 @@ def _blocks(
     compressed: Mapping[str, TensorPart],
     given: Collection[str],
     codec: Codec,
-    config: CompressionConfig,
+    back: Codec | None,
     link: Link,
     owned: Owned | None,
 ) -> TrafficCounts:
-    block = block_of(codec)
-    cut = cut_evenly(compressed, link.num_ranks, block) if owned is None else cut_as_owned(compressed, owned, block)
+    cut = (
+        cut_evenly(compressed, link.num_ranks, cut_block(codec, back))
+        if owned is None
+        else cut_as_owned(compressed, owned, block_of(codec))
+    )
     pieces = [[piece for piece in owner if piece.name in given] for owner in cut]
     encoded = sum(message_bytes(codec, owner) for owner in pieces)
     found = {(link.axis, "all_to_all"): Traffic(calls=1, num_bytes=encoded)}
     if owned is None:
-        dense = _FLOAT * sum(piece.numel for owner in pieces for piece in owner)
-        found[link.axis, "all_gather"] = Traffic(calls=1, num_bytes=encoded if config.both_ways else dense)
+        returned = (
+            _FLOAT * sum(piece.numel for owner in pieces for piece in owner)
+            if back is None
+            else sum(message_bytes(back, owner) for owner in pieces)
+        )
+        found[link.axis, "all_gather"] = Traffic(calls=1, num_bytes=returned)
     return found
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError, did_you_mean, nearest
 
 CompressKind = Literal[
     "fp16",
@@ -84,6 +84,23 @@ class CompressRule:
         number = self.block if self.kind in _BLOCKS else (self.number if self.kind in _EXAMPLES else None)
         word = self.kind if number is None else f"{self.kind}:{repr(number).removesuffix('.0')}"
         return f"{word}@{self.start}" if self.start else word
+
+
+def near_codec(text: str) -> str | None:
+    """The codec that a word which is none was meant to be, in the plan's words; None where none is near, and for one that is."""
+    name = text.partition("@")[0].partition(":")[0]
+    kinds = get_args(CompressKind)
+    kind = name if name in kinds else nearest(name, kinds)
+    if kind is None:
+        return None
+    meant = kind + text.removeprefix(name)
+    for word in (meant, _EXAMPLES.get(kind, kind)):
+        try:
+            CompressRule.parse(word)
+        except RequestError:
+            continue
+        return None if word == text else word
+    return None
 
 
 def _number(text: str, kind: str, given: str) -> float:

@@ -254,6 +254,41 @@ class RankFailed(Event):
     cause: str
     generation: int
     restarting: bool
+    host: str = ""
+    """Of that rank, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewChanged(Event):
+    """Who takes part in an elastic run from now on."""
+
+    kind: ClassVar[str] = "view"
+    epoch: int
+    replicas: int
+    """Those that are present."""
+    logical: int
+    """Those whose shares of the global batch they compute."""
+    members: list[str]
+    hosts: list[str]
+    cause: str
+    retry: bool = False
+    """Nobody came or went: a step is done again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """Under a new view all ranks have the state of the same step again."""
+
+    kind: ClassVar[str] = "resumed"
+    step: int
+    """Steps done; the next one is done, or done again, by those present."""
+    epoch: int
+    seconds: float
+    """From the moment at which this rank noticed; 0 for a newcomer."""
+    source: str
+    """Where the state came from: own, a peer, copies or checkpoint."""
+    redone: int = 0
+    """Steps that had been applied and are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

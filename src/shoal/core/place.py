@@ -27,5 +27,7 @@ class Place:
     """Where rank 0 can be reached; empty where the ranks meet in a file."""
     port: int = 0
     """At ``address``."""
+    num_servers: int = 0
+    """Parameter servers among its processes, the first ranks; 0 where the launcher knows of none."""
     evidence: tuple[str, ...] = ()
     """The variables that say so, as ``NAME=value``."""

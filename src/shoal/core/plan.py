@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.core.axes import Axis
 from shoal.core.codecrules import compress_problems
+from shoal.core.compressrule import near_codec
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.facts import ModelFacts, model_facts
 from shoal.core.pipelines import (
@@ -372,6 +373,8 @@ def _options(plan: Plan, key: str, asked: int, *, any_degree: bool, any_choice: 
         return [] if current == default else [default]
     if key == "sp":
         return [not current]
+    if key == "compress" and current is not None and (codec := near_codec(current)) is not None:
+        return [codec, None]
     if key in ("schedule", "chunks", "replicas", "compress"):
         return [] if current is None else [None]
     if key in _CHOICES:

@@ -1,11 +1,15 @@
 """The names inside a run directory. Who writes each file is elsewhere; that all of them agree on its name is here."""
 
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from shoal.core.errors import RequestError
 
 Readers = Literal["owner", "group", "all"]
 """Who may read a run directory and everything in it."""
@@ -43,6 +47,11 @@ class RunDir:
     def lock(self) -> Path:
         """Held, by ``flock``, by the process that runs here; its text is that process's id."""
         return self.root / "run.lock"
+
+    @property
+    def identity(self) -> Path:
+        """The name of the run that no other run has; see ``identify``."""
+        return self.root / "run.id"
 
     @property
     def checkpoints(self) -> Path:
@@ -94,6 +103,32 @@ def make_run_dir(path: Path, readers: Readers = "owner") -> None:
         OSError: it cannot be made.
     """
     path.mkdir(mode=0o777 & ~_WITHHELD[readers], parents=True, exist_ok=True)
+
+
+def identify(path: Path) -> str:
+    """The name of the run in a directory, 16 hexadecimal digits, drawn by whoever asks first.
+
+    Processes on several machines know their run by it: an address may belong to another run by now.
+
+    Raises:
+        RequestError: the file holds something else.
+        OSError: it can be neither read nor made.
+    """
+    file = RunDir(path).identity
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    if not file.exists():
+        beside.write_text(secrets.token_hex(8) + "\n")
+        try:
+            # Not a rename: of two that come at the same time the first one counts, and whoever reads finds a whole name.
+            os.link(beside, file)
+        except FileExistsError:
+            pass
+        finally:
+            beside.unlink()
+    found = file.read_text(errors="replace").strip()
+    if not re.fullmatch("[0-9a-f]{16}", found):
+        raise RequestError(f"{file} should hold 16 hexadecimal digits and holds {found[:40]!r}; remove it")
+    return found
 
 
 def withhold(readers: Readers) -> int:

@@ -120,6 +120,8 @@ class OwnDataConfig(_Loaded):
     """Another order in every epoch; false takes the samples as they lie. Iterable datasets have their own order."""
     drop_last: bool = False
     """Leave out the last batch of an epoch where it is short; then train.steps says the length."""
+    hold_out: Count | None = None
+    """Of an iterable dataset: its first so many samples are held out for validation, and training begins after them."""
     sampler: str | None = None
     """package.module:function that is given the training set and returns a torch Sampler over it, or a weight per sample."""
 

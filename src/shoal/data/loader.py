@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,15 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
-from shoal.data.parts import Share, StreamPlan, build_order, options_of, order_parts
+from shoal.data.parts import Share, StreamPlan, build_order, options_of, order_parts, shard_plan
 from shoal.data.sampling import StepOrder, draws_alone
 from shoal.data.source import Items, Source, Streamed
 from shoal.data.streamreader import StreamReader
+from shoal.data.streams.shards import ShardSteps, refuse_shards, shards_itself
 from shoal.data.workers import LoaderProcesses, WorkerOptions
 from shoal.telemetry.rngstate import random_states
 
@@ -84,6 +86,28 @@ class StepBatch:
     """Samples of this replica's island: all of them, where the run is one."""
     num_microbatches: int | None = None
     """Of every replica in this step, where the batch is not short; None where the plan says it."""
+    later: tuple["StepBatch | None", ...] = ()
+    """What this rank reads in later rounds of the step, for replicas that are absent; None in a round that leaves it nothing."""
+
+    @property
+    def rounds(self) -> tuple["StepBatch | None", ...]:
+        """What this rank reads in each round of the step: one, where no replica is absent."""
+        return (self, *self.later)
+
+    @property
+    def own_samples(self) -> int:
+        """Samples of this replica."""
+        return sum(len(one.sample_ids) for one in self.microbatches)
+
+    def among(
+        self, counts: Sequence[int], *, position: Position, share: Share, uniform_weight: int | None
+    ) -> "StepBatch":
+        """What this replica read by itself, as a part of a step in which the replicas have so many samples."""
+        size = share.num_replicas // share.num_islands
+        first = share.replica // size * size
+        own = sum(counts[first : first + size])
+        total_weight = None if uniform_weight is None else float(uniform_weight * max(1, own))
+        return replace(self, num_samples=sum(counts), position=position, total_weight=total_weight, island_samples=own)
 
 
 class Loader:
@@ -104,6 +128,7 @@ class Loader:
         workers: int = 0,
         deadline_s: float = 300.0,
         options: LoaderOptions | None = None,
+        world: World | None = None,
     ) -> None:
         """Start loading ahead.
 
@@ -120,16 +145,19 @@ class Loader:
             workers: loader processes; they are children of the thread that makes the loader and die with it.
             deadline_s: the longest wait for one batch.
             options: what else there is to say; the source's own when left out.
+            world: the processes, of which those of a dataset that shards itself ask each other how far they are.
 
         Raises:
-            RequestError: there is no sample, or the position is beyond the data.
+            RequestError: there is no sample, or the position is beyond the data, or of shards that cannot be dealt out anew.
         """
         start = position if position is not None else Position()
         self._source = source
+        self._dataset = getattr(source, "dataset", None)
         self._options = options or options_of(source)
         self._deadline_s = deadline_s
         self._owner = os.getpid()
         self._stream: StreamReader | None = None
+        self._shards: ShardSteps | None = None
         num_own = -(-global_batch // (num_replicas * micro_batch))
         share = Share(replica=replica, num_replicas=num_replicas, num_islands=num_islands, num_microbatches=num_own)
         self._share = share
@@ -144,10 +172,8 @@ class Loader:
         self._workers: LoaderProcesses | None = None
         self._is_stream = isinstance(source, Streamed)
         if isinstance(source, Streamed):
-            drop_last = self._options.drop_last
-            plan = StreamPlan(
-                source=source, seed=seed, position=start, global_batch=global_batch, drop_last=drop_last, share=share
-            )
+            plan = self._plan_stream(source, start, global_batch, seed, world)
+            source = plan.source
             self._workers = LoaderProcesses.of_stream(plan, processes) if workers else None
             self._parts = plan.parts(self._remember)
         else:
@@ -164,6 +190,25 @@ class Loader:
         """Why what was trained on before ``position`` had to be read again, for people; None where it had not."""
         self.draws_random_numbers = False
         """True when loading a batch moved a global generator: such data is never loaded ahead, or it could not be resumed."""
+
+    def _plan_stream(
+        self, source: Streamed, start: Position, global_batch: int, seed: int, world: World | None
+    ) -> StreamPlan:
+        """How a stream is read: whole by every replica, or by each its own shard."""
+        plan = StreamPlan(
+            source=source,
+            seed=seed,
+            position=start,
+            global_batch=global_batch,
+            drop_last=self._options.drop_last,
+            share=self._share,
+        )
+        if not shards_itself(source.dataset):
+            refuse_shards(start, source.dataset)
+            return plan
+        plan, place = shard_plan(plan)
+        self._shards = ShardSteps(world, place, start)
+        return plan
 
     def _order(self, source: Source, start: Position, global_batch: int, seed: int) -> StepOrder:
         if len(source) == 0:
@@ -182,12 +227,20 @@ class Loader:
         self._stream = reader
 
     def next(self) -> StepBatch:
-        """The next step's batch.
+        """The next step's batch. All ranks call it together where the dataset shards itself.
 
         Raises:
             RunError: it did not come in time, or a worker process died.
             Exception: whatever the source raised while it was loading.
         """
+        if self._shards is None:
+            return self._next_own()
+        part, counts, position = self._shards.next(self._next_own, type(self._dataset).__name__)
+        weight = self._source.uniform_weight
+        batch: StepBatch = part.among(counts, position=position, share=self._share, uniform_weight=weight)
+        return batch
+
+    def _next_own(self) -> StepBatch:
         if self._is_first and self._prefetch:
             return self._first()
         if self._prefetcher is not None:
@@ -226,7 +279,7 @@ class Loader:
         self._prefetcher.close()
         self.draws_random_numbers = before != random_states()
         # A stream that draws has generators of its own, which it puts in the place of the global ones while it reads.
-        swaps = self._stream is not None and self._stream.draws_random_numbers
+        swaps = self._stream is not None and self._stream.draws_random_numbers is not False
         if self.draws_random_numbers or swaps or not self._is_drawn_alone():
             self._prefetch = 0
         self._prefetcher = self._start_prefetcher() if self._prefetch else None
@@ -257,7 +310,8 @@ class Loader:
             microbatches=tuple(loaded),
             num_samples=part.num_samples,
             position=part.position,
-            total_weight=None if uniform is None else float(uniform * own),
+            # At least 1, because a mean is divided by it.
+            total_weight=None if uniform is None else float(uniform * max(1, own)),
             local_weight=sum(microbatch.weight for microbatch in loaded),
             epoch=part.epoch,
             island_samples=own,

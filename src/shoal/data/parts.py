@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import RequestError, RunError
+from shoal.core.seeding import derive_key
 from shoal.data.options import LoaderOptions
-from shoal.data.order import Ids, Position, own_microbatches
+from shoal.data.order import Ids, Position, own_microbatches, replica_share
 from shoal.data.sampling import StepOrder, build_sampling
 from shoal.data.source import Items, Source, Streamed
 from shoal.data.streamreader import StreamReader
+from shoal.data.streams.shards import ShardPlace, own_place
 
 _SIZES_SAID = "give LoaderOptions.lengths, or an attribute lengths of the dataset"
 
@@ -29,6 +31,11 @@ class Part:
     """That its samples are of."""
     samples: list[list[Any]] | None = None
     """Of each microbatch, where they were read already."""
+
+    @property
+    def own_samples(self) -> int:
+        """Samples of this replica; 0 for the end of a shard's epoch."""
+        return sum(len(ids) for ids in self.microbatches)
 
     def collate(self, source: Source, place: int) -> Items:
         """One of its microbatches as a batch."""
@@ -55,13 +62,13 @@ class Share:
         return own_microbatches(ids, self.replica, self.num_replicas, self.num_microbatches)
 
     def island_samples(self, num_samples: int) -> int:
-        """Samples of a global batch that this replica's island has; at least 1, which a mean is divided by."""
+        """Samples of a global batch that this replica's island has; none of a batch that is shorter than there are islands."""
         if self.num_islands == 1:
             return num_samples
         size, longer = divmod(num_samples, self.num_replicas * self.num_microbatches)
         parts = self.num_replicas // self.num_islands * self.num_microbatches
         first = self.replica // (self.num_replicas // self.num_islands) * parts
-        return max(1, size * parts + max(0, min(longer - first, parts)))
+        return size * parts + max(0, min(longer - first, parts))
 
 
 def options_of(source: Source) -> LoaderOptions:
@@ -112,6 +119,9 @@ class StreamPlan:
     global_batch: int
     drop_last: bool
     share: Share
+    shard: ShardPlace | None = None
+    """Where this replica begins in its shard, which ``source`` then is, of a dataset that shards itself; ``global_batch`` and
+    ``share`` are then of this replica's samples alone, and an epoch is followed by one part without samples."""
 
     def parts(self, told: Callable[[StreamReader], None] = lambda reader: None) -> Iterator[Part]:
         """Every step of a stream, without end: the whole global batch is read, and this replica's samples are kept.
@@ -124,6 +134,8 @@ class StreamPlan:
         """
         reader = self.source.open_stream(seed=self.seed, position=self.position)
         told(reader)
+        if self.shard is not None:
+            yield from self._shard_parts(reader, self.shard)
         num_barren = 0
         while True:
             epoch, start = reader.epoch, reader.offset
@@ -146,6 +158,27 @@ class StreamPlan:
                 samples=[samples[own[0] - start : own[-1] - start + 1] for own in cut],
             )
 
+    def _shard_parts(self, reader: StreamReader, place: ShardPlace) -> Iterator[Part]:
+        """Every step of a replica's own shard, without end; one part without samples where an epoch of the shard is over."""
+        is_over = place.is_over
+        while True:
+            epoch, start = reader.epoch, reader.offset
+            samples = [] if is_over else reader.read(self.global_batch)
+            if not samples or (self.drop_last and len(samples) < self.global_batch):
+                yield Part(microbatches=[], num_samples=0, position=reader.position, epoch=epoch)
+                reader.begin_next_epoch()
+                is_over = False
+                continue
+            cut = self.share.cut(np.arange(start, start + len(samples), dtype=np.int64))
+            yield Part(
+                # No two replicas have a number in common: dropout is drawn by it.
+                microbatches=[own * place.num_replicas + place.replica for own in cut],
+                num_samples=len(samples),
+                position=reader.position,
+                epoch=epoch,
+                samples=[samples[own[0] - start : own[-1] - start + 1] for own in cut],
+            )
+
     def _why_barren(self, epoch: int, num_samples: int) -> str:
         name = type(self.source.dataset).__name__
         if num_samples:
@@ -159,6 +192,36 @@ class StreamPlan:
             f"{name} yields no sample in epoch {epoch}: once it was read to its end, iterating it again must begin anew; let "
             "__iter__ do so, or train for fewer steps"
         )
+
+
+def shard_plan(plan: StreamPlan) -> tuple[StreamPlan, ShardPlace]:
+    """How a replica reads its own shard of a dataset that shards itself, and where it begins in it.
+
+    Args:
+        plan: as if every replica read the whole stream.
+
+    Raises:
+        RequestError: the position is of another number of replicas, and what is left cannot be dealt out anew.
+    """
+    share = plan.share
+    source = plan.source.take_shard(replica=share.replica, num_replicas=share.num_replicas)
+    place = own_place(
+        plan.position,
+        plan.source.dataset,
+        replica=share.replica,
+        num_replicas=share.num_replicas,
+        why_no_state=lambda: getattr(source, "why_not_resumable", None),
+    )
+    own = Share(num_microbatches=share.num_microbatches)
+    size = len(replica_share(np.arange(plan.global_batch), share.replica, share.num_replicas))
+    # A shard that is over is not read again up to its end.
+    offset, stream = (0, "") if place.is_over else (place.offset, place.stream)
+    at = Position(epoch=plan.position.epoch, offset=offset, stream=stream)
+    seed = derive_key("shard", plan.seed, share.replica)
+    return (
+        replace(plan, source=source, seed=seed, position=at, global_batch=size, share=own, shard=place),
+        place,
+    )
 
 
 def _lengths(source: Source, options: LoaderOptions) -> Callable[[int], int]:

@@ -59,6 +59,9 @@ class Streamed(Source, Protocol):
     def open_stream(self, *, seed: int, position: Position) -> StreamReader:
         """The stream, at a position."""
 
+    def take_shard(self, *, replica: int, num_replicas: int) -> "Streamed":
+        """What one replica reads, of a dataset that shards itself."""
+
     def count(self, most: int) -> int:
         """Samples of an epoch, or ``most`` where there are more; read through where the dataset does not say."""
 

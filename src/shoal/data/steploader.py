@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from shoal.comm.world import World
 from shoal.core.errors import RequestError
 from shoal.data.loader import Loader, StepBatch
 from shoal.data.options import LoaderOptions
@@ -21,6 +22,7 @@ from shoal.data.parts import build_order
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.sources.anyset import splits_of
 from shoal.data.spec import UNKNOWN_LENGTH
+from shoal.data.streams.shards import gather_position, shards_itself
 
 
 class StepLoader:
@@ -33,6 +35,7 @@ class StepLoader:
         micro_batch: samples per forward pass; a replica's whole share when left out.
         seed: of the order of samples.
         options: how samples are ordered, made to batches and loaded.
+        world: the processes, which a dataset that shards itself is read by together.
 
     Raises:
         RequestError: the dataset is none, or the options do not fit it.
@@ -46,6 +49,7 @@ class StepLoader:
         micro_batch: int | None = None,
         seed: int = 0,
         options: LoaderOptions | None = None,
+        world: World | None = None,
     ) -> None:
         if global_batch < 1:
             raise RequestError(f"global_batch is {global_batch}, and must be 1 or more")
@@ -54,7 +58,7 @@ class StepLoader:
         """The data as the engine takes it; only the training split has samples, unless splits were given."""
         self.global_batch = global_batch
         self.micro_batch = micro_batch
-        self._seed = seed
+        self._seed, self._world = seed, world
         self._replica, self._num_replicas, self._num_islands = 0, 1, 1
         self._position = Position()
         self._loader: Loader | None = None
@@ -73,6 +77,10 @@ class StepLoader:
     @property
     def _is_stream(self) -> bool:
         return isinstance(self.source, Streamed)
+
+    @property
+    def _shards_itself(self) -> bool:
+        return isinstance(self.source, Streamed) and shards_itself(self.source.dataset)
 
     def place(
         self, *, replica: int = 0, num_replicas: int = 1, micro_batch: int | None = None, num_islands: int = 1
@@ -101,6 +109,11 @@ class StepLoader:
             raise RequestError(
                 f"micro_batch {size} does not divide the {share} samples per replica (global_batch {self.global_batch} / "
                 f"{num_replicas} replicas); set it to a divisor of {share}"
+            )
+        if num_replicas > 1 and self._shards_itself and self._world is None:
+            raise RequestError(
+                f"the {num_replicas} replicas of a dataset that shards itself tell each other how far they are; give world=, or "
+                "use run.loader(...) of a shoal.Run"
             )
         self.micro_batch = size
         self._replica, self._num_replicas, self._num_islands = replica, num_replicas, num_islands
@@ -153,6 +166,8 @@ class StepLoader:
                     "with max_tokens the steps of an epoch are not known before it was read; count them, or use steps(n)"
                 )
             return steps
+        if self._shards_itself:
+            raise TypeError("an epoch of a dataset that shards itself has the steps of its longest shard; use steps(n)")
         if (samples := len(self.source)) == UNKNOWN_LENGTH:
             raise TypeError(
                 "an iterable dataset without __len__ has an unknown number of steps; give it one, or use steps(n)"
@@ -183,14 +198,20 @@ class StepLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data is after the last batch that was handed out; JSON values, the same on every replica."""
-        found: dict[str, Any] = {"epoch": self._position.epoch, "offset": self._position.offset, "seed": self._seed}
-        if self._position.stream:
-            found["stream"] = self._position.stream
+        """Where the data is after the last batch that was handed out; JSON values, the same on every replica.
+
+        All ranks call it together where the dataset shards itself: it holds the place of each.
+        """
+        position = self._position
+        if self._shards_itself and self._world is not None:
+            position = gather_position(position, self._world)
+        found: dict[str, Any] = {"epoch": position.epoch, "offset": position.offset, "seed": self._seed}
+        if position.stream:
+            found["stream"] = position.stream
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader of the same data was, on any number of replicas.
+        """Go on where another loader of the same data was, on any number of replicas, unless the dataset shards itself.
 
         Raises:
             RequestError: the values are of no loader, or of one with another seed, whose order is another.
@@ -245,5 +266,6 @@ class StepLoader:
                 workers=self.options.num_workers,
                 deadline_s=self.options.deadline_s,
                 options=self.options,
+                world=self._world,
             )
         return self._loader

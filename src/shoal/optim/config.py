@@ -8,6 +8,7 @@ from shoal.core.config import Config
 from shoal.core.errors import did_you_mean
 
 PrecisionName = Literal["float32", "bfloat16", "float16", "float64"]
+_WITH_MOMENTUM = ("momentum", "nesterov", "lars")
 OptimizerName = Literal["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
 TORCH = "torch.optim."
 """How the name of an optimizer begins that is a class of torch."""
@@ -152,6 +153,15 @@ class OptimConfig(Config):
             raise ValueError(
                 f"{self.name} with momentum 0 is plain sgd; set name to sgd, or momentum above 0 such as 0.9"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _momentum_has_a_reader(self) -> "OptimConfig":
+        # A resolved recipe has every key, whoever reads it; one that people write does not have all of these.
+        is_written = "momentum" in self.model_fields_set and not {"betas", "trust"} <= self.model_fields_set
+        if is_written and self.momentum and not self.is_torch_class and self.name not in _WITH_MOMENTUM:
+            way_out = "set name to momentum or nesterov" if self.name == "sgd" else "adam and its kin have betas"
+            raise ValueError(f"momentum {self.momentum:g} is not read by {self.name}; {way_out}, or leave momentum out")
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import Bucket, MeanChange, chunks, mean_over_islands_
+from shoal.replicas.exchange import LEFT_OUT, Bucket, MeanChange, chunks, mean_over_islands_
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 OuterStep = Callable[[str, Tensor, Tensor, float], None]
@@ -60,7 +60,7 @@ class Averaging:
         share = float(self._samples) if by_samples else 1.0
         mean = MeanChange(
             self._island.channel,
-            share=share if self._island.is_finite(changes.values()) else 0.0,
+            share=share if self._island.is_finite(changes.values()) else LEFT_OUT,
             by_samples=by_samples,
             step=end.step,
             sums=self._island.sums,

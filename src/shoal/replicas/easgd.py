@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import sum_over_islands_, tell_shares
+from shoal.replicas.exchange import LEFT_OUT, sum_over_islands_, tell_shares
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 DEFAULT_PULL = 0.9
@@ -41,7 +41,8 @@ class ElasticAveraging:
         pulls = [(weight - self._center[name]).mul_(self._pull) for name, weight in weights.items()]
         is_in = island.is_finite(pulls)
         device = pulls[0].device if pulls else torch.device("cpu")
-        self.left_out = tell_shares(island.channel, float(is_in), step=end.step, device=device).left_out
+        share = 1.0 if is_in else LEFT_OUT
+        self.left_out = tell_shares(island.channel, share, step=end.step, device=device).left_out
         for weight, pull in zip(weights.values(), pulls, strict=True):
             if is_in:
                 weight.sub_(pull)

@@ -18,6 +18,8 @@ BUCKET_ELEMENTS = 4 * 2**20
 """Elements that are packed into one message: large enough for any link, small beside a model."""
 
 
+LEFT_OUT = -1.0
+"""The share of an island that is not in a round."""
 CHUNK = 1 << 17
 """Elements that a rule works on at once: they stay in a core's cache from one operation to the next."""
 
@@ -47,10 +49,12 @@ class Bucket:
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=kept[:size])
 
 
-def unpack_(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Put what was packed back into its tensors."""
+def unpack_(flat: Tensor, tensors: Sequence[Tensor], *, divisor: int = 1) -> None:
+    """Put what was packed back into its tensors, divided on the way: memory is read and written once for both."""
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        if part.data_ptr() != tensor.data_ptr():
+        if divisor != 1:
+            torch.div(part.view_as(tensor), divisor, out=tensor)
+        elif part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part.view_as(tensor))
 
 
@@ -60,8 +64,7 @@ def mean_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
     for bucket in buckets(tensors):
         flat = room.pack(bucket)
         sum_in_order_(flat, channel)
-        flat.div_(channel.size)
-        unpack_(flat, bucket)
+        unpack_(flat, bucket, divisor=channel.size)
 
 
 def sum_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
@@ -76,10 +79,11 @@ def sum_over_islands_(tensors: Sequence[Tensor], channel: Channel) -> None:
 class Membership:
     """Who takes part in a round and with what share: told by all islands at its start, and fixed from then on.
 
-    An island whose change is not finite tells a share of 0 and is left out, by all ranks alike.
+    An island whose change is not finite tells ``LEFT_OUT`` and is left out, by all ranks alike. One that has seen no sample tells
+    0: it is in the round and weighs nothing.
 
     Args:
-        shares: of each island, 0 for those that are left out.
+        shares: of each island, ``LEFT_OUT`` for those that are left out.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -88,7 +92,12 @@ class Membership:
     @property
     def left_out(self) -> tuple[int, ...]:
         """The islands that are not in the round."""
-        return tuple(island for island, share in enumerate(self.shares) if share == 0)
+        return tuple(island for island, share in enumerate(self.shares) if share < 0)
+
+    @property
+    def total(self) -> float:
+        """The shares of those that are in it."""
+        return sum(share for share in self.shares if share > 0)
 
     @property
     def count(self) -> int:
@@ -101,7 +110,7 @@ def tell_shares(channel: Channel, own: float, *, step: int, device: torch.device
 
     Args:
         channel: to the other islands.
-        own: 0 to be left out.
+        own: ``LEFT_OUT`` to be left out.
         step: at whose end the round is held: its name, which must be the same everywhere.
         device: of the weights.
 
@@ -131,7 +140,7 @@ class MeanChange:
 
     Args:
         channel: to the other islands.
-        share: of this island: 0 leaves it out, and is what its weights not being finite means.
+        share: of this island: ``LEFT_OUT`` where its weights are not finite.
         by_samples: shares are samples, and weigh; else they are 1.
         step: at whose end the round is held.
         sums: adds changes up compressed, over the same channel; left out, they go as they are.
@@ -166,9 +175,7 @@ class MeanChange:
             flat = self._room.pack(bucket)
             self._weigh_(flat)
             sum_in_order_(flat, self._channel)
-            if not self._by_samples:
-                flat.div_(self.members.count)
-            unpack_(flat, bucket)
+            unpack_(flat, bucket, divisor=1 if self._by_samples else self.members.count)
             yield
 
     def _sum_compressed(self, sums: CompressedSum, changes: Mapping[str, Tensor]) -> None:
@@ -182,10 +189,11 @@ class MeanChange:
             change.div_(self.members.count)
 
     def _weigh_(self, flat: Tensor) -> None:
-        if self._share == 0:
+        # Zeros and not a product: nothing times what is not finite is not nothing.
+        if self._share <= 0:
             flat.zero_()
         elif self._by_samples:
-            flat.mul_(self._share / sum(self.members.shares))
+            flat.mul_(self._share / self.members.total)
 
     def finish(self, changes: Mapping[str, Tensor]) -> Membership:
         """All messages, here and now."""

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.seeding import derive_key
 
 Matrix = list[list[float]]
+
+_KEYS = ("islands", "edges")
+_FORM = '{"islands": 4, "edges": [[0, 1], [1, 2], [2, 3]]}'
+_MOST_SHOWN = 60
 
 
 def mixing(graph: str, count: int, round_number: int, *, seed: int, is_directed: bool) -> Matrix:
@@ -81,16 +85,7 @@ def read_graph(path: Path, count: int, *, is_directed: bool) -> Matrix:
     Raises:
         RequestError: the file is not one, is for another number of islands, or leaves some of them out of reach.
     """
-    try:
-        values = json.loads(path.read_text())
-        edges = [(int(first), int(second)) for first, second in values["edges"]]
-        said = int(values["islands"])
-    except OSError as error:
-        raise RequestError(f"graph {path} cannot be read: {error.strerror}; give the path of a JSON file") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise RequestError(
-            f'graph {path} is not of the form {{"islands": 4, "edges": [[0, 1], [1, 2]]}}: {error or type(error).__name__}'
-        ) from error
+    said, edges = _read_file(path)
     if said != count:
         raise RequestError(f"graph {path} is of {said} islands, and the plan has {count}; give a graph of {count}")
     for edge in edges:
@@ -101,6 +96,48 @@ def read_graph(path: Path, count: int, *, is_directed: bool) -> Matrix:
     arcs = set(edges) if is_directed else {arc for first, second in edges for arc in ((first, second), (second, first))}
     _refuse_unreached(path, arcs, count)
     return _push_weights(arcs, count) if is_directed else _metropolis(arcs, count)
+
+
+def _read_file(path: Path) -> tuple[int, list[tuple[int, int]]]:
+    """The number of islands and the edges that a file says.
+
+    Raises:
+        RequestError: it is no such file; says what is wrong with it.
+    """
+    form = f"graph {path} must be of the form {_FORM}"
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise RequestError(f"graph {path} cannot be read: {error.strerror}; give the path of a JSON file") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{form}, and it is no text") from error
+    except ValueError as error:
+        raise RequestError(f"{form}, and it is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"{form}, and it holds {_told(values)}")
+    for key in values:
+        if key not in _KEYS:
+            raise RequestError(f"{form}, and it has a key {key!r}; {did_you_mean(key, _KEYS)}")
+    for key in _KEYS:
+        if key not in values:
+            raise RequestError(f"{form}, and it has no {key!r}; add it")
+    said, edges = values["islands"], values["edges"]
+    if type(said) is not int:
+        raise RequestError(f"{form}, and its islands are {_told(said)}; give their number")
+    if not isinstance(edges, list):
+        raise RequestError(f"{form}, and its edges are {_told(edges)}; give a list of pairs of islands")
+    for edge in edges:
+        if not isinstance(edge, list) or len(edge) != 2 or any(type(end) is not int for end in edge):
+            raise RequestError(
+                f"{form}, and it has the edge {_told(edge)}; give the numbers of two islands, such as [0, 1]"
+            )
+    return said, [(first, second) for first, second in edges]
+
+
+def _told(value: object) -> str:
+    """A value as the file has it, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _refuse_unreached(path: Path, arcs: set[tuple[int, int]], count: int) -> None:

@@ -15,7 +15,7 @@ from shoal.compression.bits import pack_codes, packed_bytes, unpack_codes
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import mean_weights
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import tell_shares
+from shoal.replicas.exchange import LEFT_OUT, tell_shares
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 CHUNK = 4096
@@ -69,7 +69,7 @@ class SparseAveraging:
         for unsent in self._unsent.values() if not is_in else ():
             unsent.zero_()
         device = next((weight.device for weight in weights.values()), torch.device("cpu"))
-        members = tell_shares(island.channel, float(is_in), step=end.step, device=device)
+        members = tell_shares(island.channel, 1.0 if is_in else LEFT_OUT, step=end.step, device=device)
         self.left_out = members.left_out
         for name, total in self._exchange().items():
             self._agreed[name].sub_(total.div_(members.count))

@@ -18,7 +18,7 @@ from shoal.comm.trafficcounter import TrafficCounts
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.averaging import mean_weights, step_nesterov_
 from shoal.replicas.config import ReplicaConfig
-from shoal.replicas.exchange import Bucket, MeanChange, Membership, chunks
+from shoal.replicas.exchange import LEFT_OUT, Bucket, MeanChange, Membership, chunks
 from shoal.replicas.flight import Flight
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
@@ -85,7 +85,7 @@ class Streaming:
         channel = self._island.background or self._island.channel
         mean = MeanChange(
             channel,
-            share=share if self._island.is_finite(changes.values()) else 0.0,
+            share=share if self._island.is_finite(changes.values()) else LEFT_OUT,
             by_samples=by_samples,
             step=step,
             sums=self._island.sums,

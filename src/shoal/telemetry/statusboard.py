@@ -183,7 +183,7 @@ class StatusBoard:
     @classmethod
     def create(cls, num_ranks: int) -> "StatusBoard":
         """A new board on which no rank has written."""
-        fd = _unnamed_file()
+        fd = unnamed_file("shoal-board")
         try:
             os.ftruncate(fd, num_ranks * _STATUS_BYTES)
             return cls(fd, num_ranks)
@@ -258,11 +258,12 @@ class Heartbeat:
             self._slot.beat()
 
 
-def _unnamed_file() -> int:
+def unnamed_file(name: str) -> int:
+    """A file that no folder has, for memory to be shared; ``name`` is what the kernel calls it."""
     # In memory where the system can: a mapping of a file on a full disk kills its writer with SIGBUS.
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("shoal-board")
-    handle, path = tempfile.mkstemp(prefix="shoal-board-")
+        return os.memfd_create(name)
+    handle, path = tempfile.mkstemp(prefix=f"{name}-")
     os.unlink(path)
     return handle
 

@@ -15,6 +15,7 @@ from shoal.data.order import Position
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.data.streamreader import StreamReader, has_state, known_length, why_not_resumable
+from shoal.data.streams.shards import take_shard
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.telemetry.rngstate import keeping_draws
 
@@ -82,6 +83,11 @@ class IterableSource:
     def collate_samples(self, samples: Sequence[Any], numbers: Sequence[int]) -> Items:
         """See ``Streamed``."""
         return self.collator.collate(samples, lambda place: f"sample {numbers[place]} of the stream")
+
+    def take_shard(self, *, replica: int, num_replicas: int) -> "IterableSource":
+        """See ``Streamed``."""
+        found = take_shard(self._dataset, replica=replica, num_replicas=num_replicas)
+        return IterableSource(found, collator=self.collator, options=self.options, seed=self._seed)
 
     def count(self, most: int) -> int:
         """See ``Streamed``."""

@@ -23,6 +23,7 @@ from shoal.data.order import permute, split_positions
 from shoal.data.packing import PackedSource
 from shoal.data.padding import PadCollate
 from shoal.data.source import Items, SampleIds, Source, Splits
+from shoal.data.sources.heldout import hold_out_first
 from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only
 from shoal.data.spec import DataSpec
 from shoal.telemetry.memory import is_out_of_memory
@@ -125,6 +126,8 @@ def build_own(config: OwnDataConfig, seed: int) -> Splits:
     if isinstance(built, Splits):
         return built
     collate_fn = PadCollate() if config.pad else load_collate(config)
+    if config.hold_out is not None:
+        built = _hold_out(built, config.hold_out, origin, seed)
     streams = {
         name: built[name]
         for name in (_NAMES[1:] if isinstance(built, Mapping) else ())
@@ -138,6 +141,21 @@ def build_own(config: OwnDataConfig, seed: int) -> Splits:
     return replace(
         found, validation=held_out.get("validation", found.validation), test=held_out.get("test", found.test)
     )
+
+
+def _hold_out(built: Any, count: int, origin: str, seed: int) -> dict[str, Any]:
+    """What was built with the first samples of its stream as the validation split."""
+    named = dict(built) if isinstance(built, Mapping) else {"train": built}
+    if not is_iterable_only(named.get("train", ())):
+        raise RequestError(
+            f"data.hold_out {count} is for an iterable dataset, and {origin} returned a map-style one; use data.validation"
+        )
+    if "validation" in named:
+        raise RequestError(
+            f"data.hold_out {count}, and {origin} returned a validation split too; leave one of the two out"
+        )
+    held_out, train = hold_out_first(named["train"], count, seed=seed)
+    return {**named, "train": train, "validation": held_out}
 
 
 def _splits_of(built: Any, config: OwnDataConfig, origin: str, collate_fn: Collate | None, seed: int) -> Splits:

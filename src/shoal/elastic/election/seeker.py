@@ -21,6 +21,11 @@ _FRESH_SECONDS = 1.0
 """How long a word counts. It was true when it was given; a center that was replaced since is found out by its epoch."""
 _STUCK_SECONDS = 3.0
 """After this long without a word a new connection is made: the old one may have waited too long for a cut line to try it soon."""
+LOST_SECONDS = 600.0
+"""How long a process that has lost its center waits for one: longer than a machine takes to start, and than most cuts of a
+network last."""
+_TOLD_SECONDS = 10.0
+"""How long it is lost before people hear of it."""
 _KEY_SECONDS = 5.0
 """How long a process whose key is refused goes on asking: the list may be about to change."""
 
@@ -43,6 +48,8 @@ class Seeker:
         node: this process on the wire; its operations include those of votes.
         candidates: their addresses, each with its key.
         search_seconds: seconds after which a process that has never found a center gives up.
+        lost_seconds: seconds after which one gives up that had a center and hears of none any more.
+        tell: takes a line for people, when the center is lost and when there is one again.
         clock: seconds.
     """
 
@@ -52,11 +59,16 @@ class Seeker:
         candidates: Sequence[str],
         *,
         search_seconds: float,
+        lost_seconds: float = LOST_SECONDS,
+        tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._candidates = tuple(candidates)
-        self._search_seconds = search_seconds
+        self._search_seconds, self._lost_seconds = search_seconds, lost_seconds
+        self._tell = tell or (lambda line: None)
+        self._seen_at = clock()
+        self._is_lost = False
         self._clock = clock
         self._began = clock()
         self._words = {address: _Word() for address in self._candidates}
@@ -72,16 +84,21 @@ class Seeker:
 
         Raises:
             RequestError: no center was ever found, and the candidates refuse this process's key.
-            RunError: no center was ever found, and the time for it is over.
+            RunError: no center was ever found, or the last one is lost, and the time for it is over.
         """
         now = self._clock()
         fresh = [word.center for word in self._words.values() if word.center and now - word.at < _FRESH_SECONDS]
         newest = max(fresh, key=lambda center: center.epoch, default=None)
         if newest is not None and newest.epoch >= self._epoch:
-            self._epoch = newest.epoch
+            self._epoch, self._seen_at = newest.epoch, now
+            if self._is_lost:
+                self._is_lost = False
+                self._tell(f"there is a center again: {newest.name} of epoch {newest.epoch}")
             return newest
         if not self._epoch:
             self._check_search(now - self._began)
+        else:
+            self._check_loss(now - self._seen_at)
         return None
 
     def describe(self) -> str:
@@ -98,6 +115,19 @@ class Seeker:
             )
         if waited > self._search_seconds:
             raise RunError(f"no center was found within {self._search_seconds:g} s: {self.describe()}")
+
+    def _check_loss(self, waited: float) -> None:
+        if waited > self._lost_seconds:
+            raise RunError(
+                f"the center of epoch {self._epoch} was heard last {waited:.0f} s ago, and no other leads: {self.describe()}; "
+                "start the centers again, each with its --run-dir, and then this one"
+            )
+        if waited > _TOLD_SECONDS and not self._is_lost:
+            self._is_lost = True
+            self._tell(
+                f"the center of epoch {self._epoch} was heard last {waited:.0f} s ago: {self.describe()}; waiting for one for "
+                f"{self._lost_seconds:g} s"
+            )
 
     async def _ask(self, address: str) -> None:
         word = self._words[address]
