@@ -38,7 +38,7 @@ def agree_on_checkpoint(world: World, root: Path, chosen: Path | None) -> tuple[
     return root / step_name(step - 1), b"".join(word.to_bytes(4) for word in words).hex()
 
 
-def agree_on_failure(world: World, problem: str, *, where: Path) -> str:
+def agree_on_failure(world: World, problem: str, *, where: Path | str) -> str:
     """What to say on this rank when any rank has a problem; empty where none has. All ranks call it together."""
     failures = int(world.all_reduce_(torch.tensor([int(bool(problem))], device=world.device)))
     return "" if not failures else problem or f"{failures} other rank(s) cannot go on from {where}"

@@ -1,8 +1,9 @@
 """One save as one rank goes through it: begin, vote, settle who writes what, write, vote, commit, vote.
 
 Every exit is the same on every rank. A rank that fails before a vote does not raise, it votes no, because the others are
-waiting for its ballot. Rank 0 makes the folder, writes the manifest and renames. When the ranks lose touch after that, the disk
-decides: the checkpoint with this save's id either has its name or has not.
+waiting for its ballot. What makes a draft a checkpoint is the place's affair (``places/``); where all ranks see one folder, rank
+0 makes the draft, writes the manifest and renames. When the ranks lose touch after that, the disk decides: the checkpoint with
+this save's id either has its name or has not.
 
 Who writes which piece is agreed by all ranks and kept for as long as no rank's holdings change (``Agreement``). What the others
 hold is only known by asking them, and asking must not delay the training loop: it happens in the thread that writes, between
@@ -10,7 +11,6 @@ its votes. So the first save copies everything that this rank holds, and every l
 Each save compares the sums of all listings, so that every rank sees a change on any of them.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +19,15 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from shoal.checkpoint.commit import Draft, abandon, begin, commit, write_part
+from shoal.checkpoint.commit import Draft
 from shoal.checkpoint.files import NotWhole
 from shoal.checkpoint.holdings import Cut, Listing, decode_listing, divide, encode_listing
-from shoal.checkpoint.manifest import Manifest, Part, decode_part, encode_part, merge
+from shoal.checkpoint.manifest import Part, decode_part, encode_part
 from shoal.checkpoint.pieces import blobs_of
+from shoal.checkpoint.places.storage import OneFolder, Proposal, Storage, explain
 from shoal.checkpoint.shard import Blob
 from shoal.checkpoint.vote import LostTouch, Phase, SaveFailed, Votes
-from shoal.checkpoint.whole import glance
 from shoal.core.clock import Deadline
-from shoal.core.errors import RequestError
 
 
 def sum_of(listing: Listing | None) -> bytes:
@@ -101,58 +100,69 @@ class Request:
 class Saved:
     """A committed checkpoint."""
 
-    path: Path
+    path: str
     num_bytes: int
     lost_touch: str | None = None
     """Set when the last vote was cut off and the disk said that the commit had happened."""
 
 
-def attempt(request: Request, *, root: Path, vote: Votes, agreement: Agreement) -> Saved:
+def attempt(
+    request: Request, *, root: Path, vote: Votes, agreement: Agreement, storage: Storage | None = None
+) -> Saved:
     """Save once, together with all other ranks.
 
     Args:
         request: what to save.
-        root: the ``checkpoints`` folder.
+        root: this rank's ``checkpoints`` folder.
         vote: of all ranks.
         agreement: who writes which piece, from earlier saves.
+        storage: where checkpoints are; left out, in ``root``, which all ranks see.
 
     Raises:
         SaveFailed: some rank failed, so there is no new checkpoint; what was written is removed.
         LostTouch: a rank died or did not come in time; there is no new checkpoint as far as this rank can see.
     """
-    draft, sums = _begin(request, root, vote)
+    storage = storage or OneFolder(root, rank=vote.rank)
+    draft, sums = _begin(request, root, vote, storage)
     try:
         cuts = _settle(request, sums, vote, agreement)
-        parts = _write(request, draft, vote, cuts)
-        problem = _commit(request, draft, parts) if vote.rank == 0 else None
-        saved = Saved(path=draft.final, num_bytes=sum(part.entry.size for part in parts))
+        parts = _write(request, draft, vote, cuts, storage)
+        saved = Saved(path=storage.name_of(draft), num_bytes=sum(part.entry.size for part in parts))
+        proposal = Proposal(
+            parts=tuple(parts),
+            id=draft.id,
+            step=request.step,
+            plan=request.plan,
+            values=request.values,
+            shared=request.shared,
+            deadline=request.deadline,
+        )
         try:
-            vote.exchange(request.step, Phase.COMMIT, request.deadline, problem=problem)
+            storage.finish(draft, proposal, vote)
         except LostTouch as error:
-            if not _is_committed(draft):
+            if not storage.is_committed(draft):
                 raise
             return Saved(path=saved.path, num_bytes=saved.num_bytes, lost_touch=str(error))
         return saved
-    except SaveFailed:
-        if vote.rank == 0:
-            abandon(draft)
+    except SaveFailed as error:
+        storage.abandon(draft, is_lost=isinstance(error, LostTouch))
         raise
 
 
-def _begin(request: Request, root: Path, vote: Votes) -> tuple[Draft, list[bytes]]:
+def _begin(request: Request, root: Path, vote: Votes, storage: Storage) -> tuple[Draft, list[bytes]]:
     """Rank 0 makes the folder and tells its id; every rank tells the sum of what it holds."""
     draft, problem = None, request.problem
     if vote.rank == 0 and problem is None:
         try:
-            draft = begin(root, request.step)
+            draft = storage.begin(request.step)
         except OSError as error:
-            problem = f"cannot make a folder in {root}: {_explain(error)}"
+            problem = f"cannot make a folder in {storage.where}: {explain(error)}"
     text = (draft.id.encode() if draft is not None else b"") + b" " + sum_of(request.listing)
     try:
         texts = vote.exchange(request.step, Phase.BEGIN, request.deadline, problem=problem, text=text)
-    except SaveFailed:
+    except SaveFailed as error:
         if draft is not None:
-            abandon(draft)
+            storage.abandon(draft, is_lost=isinstance(error, LostTouch))
         raise
     pairs = [other.split(b" ") for other in texts]
     return Draft(root=root, step=request.step, id=pairs[0][0].decode()), [sum for _, sum in pairs]
@@ -171,16 +181,17 @@ def _settle(request: Request, sums: list[bytes], vote: Votes, agreement: Agreeme
     return agreement.settle(request.listing, sums, step=request.step, vote=vote, deadline=request.deadline)
 
 
-def _write(request: Request, draft: Draft, vote: Votes, cuts: tuple[Cut, ...]) -> list[Part]:
+def _write(request: Request, draft: Draft, vote: Votes, cuts: tuple[Cut, ...], storage: Storage) -> list[Part]:
     """Write this rank's shard and hear what the others wrote."""
     problem, text = None, b""
     try:
         blobs = {**request.blobs, **blobs_of(cuts, request.copies)}
-        text = encode_part(write_part(draft, vote.rank, blobs, cuts=cuts))
+        storage.join(draft)
+        text = encode_part(storage.write(draft, vote.rank, blobs, cuts))
     except FileNotFoundError as error:
-        problem = f"cannot write its shard: {_explain(error)}; is {draft.root} the same folder for all ranks?"
+        problem = f"cannot write its shard: {explain(error)}; is {draft.root} the same folder for all ranks?"
     except OSError as error:
-        problem = f"cannot write its shard: {_explain(error)}"
+        problem = f"cannot write its shard: {explain(error)}"
     # torch raises RuntimeError when there is no memory to cut a piece out of a copy.
     except (ValueError, RuntimeError, MemoryError) as error:
         problem = f"cannot cut its pieces: {error}"
@@ -189,41 +200,3 @@ def _write(request: Request, draft: Draft, vote: Votes, cuts: tuple[Cut, ...]) -
         return [decode_part(other) for other in texts]
     except NotWhole as error:
         raise SaveFailed(str(error)) from error
-
-
-def _commit(request: Request, draft: Draft, parts: list[Part]) -> str | None:
-    """Rank 0's part: the reason why there is no commit, or None when there is one."""
-    if request.deadline.is_over:
-        return f"the ranks took longer than {request.deadline.seconds:g} s to write"
-    try:
-        manifest = merge(parts, id=draft.id, step=request.step, plan=request.plan, values=request.values)
-        problem = _missing(request, manifest)
-        if problem is None:
-            commit(draft, manifest)
-        return problem
-    except OSError as error:
-        return f"cannot commit: {_explain(error)}"
-    except (ValueError, NotWhole) as error:
-        return f"cannot commit: {error}"
-
-
-def _missing(request: Request, manifest: Manifest) -> str | None:
-    for name, (dtype, shape) in request.shared.items():
-        tensor = manifest.tensors.get(name)
-        if tensor is None:
-            return f"no rank wrote {name!r}; the ranks do not hold the same tensors"
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            return f"{name!r} is {dtype} {shape} on rank 0 and {tensor.dtype} {tensor.shape} on the rank that wrote it"
-    return None
-
-
-def _is_committed(draft: Draft) -> bool:
-    try:
-        return glance(draft.final).id == draft.id
-    except (NotWhole, RequestError):
-        return False
-
-
-def _explain(error: OSError) -> str:
-    where = f" ({os.path.basename(os.fspath(error.filename))})" if error.filename is not None else ""
-    return f"{error.strerror or error}{where}"

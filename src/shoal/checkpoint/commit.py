@@ -22,7 +22,7 @@ a time.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from shoal.checkpoint.files import (
 )
 from shoal.checkpoint.holdings import Cut
 from shoal.checkpoint.manifest import MAX_BYTES, Manifest, Part, Piece, TensorEntry, decode, encode, merge, whole_tensor
-from shoal.checkpoint.shard import CHUNK_BYTES, Blob, write_shard
+from shoal.checkpoint.shard import CHUNK_BYTES, Blob, FileEntry, write_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,29 @@ def begin(root: Path, step: int) -> Draft:
     Raises:
         OSError: the disk refused.
     """
+    _make_root(root)
+    draft = Draft(root=root, step=step, id=draw_id())
+    draft.folder.mkdir()
+    return draft
+
+
+def join(draft: Draft) -> None:
+    """Make the folder of a save that another process began in another folder; ranks that share this one may all call it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    _make_root(draft.root)
+    draft.folder.mkdir(exist_ok=True)
+
+
+def _make_root(root: Path) -> None:
     if not root.is_dir():
         # Not its parents: a run directory that was removed is not made again, with nothing in it but this.
         root.mkdir(exist_ok=True)
         # The names of the folder and of the run that holds it: without them a power cut would take the first checkpoint along.
         sync_folder(root.parent)
         sync_folder(root.parent.parent)
-    draft = Draft(root=root, step=step, id=draw_id())
-    draft.folder.mkdir()
-    return draft
 
 
 def write_part(
@@ -107,6 +121,11 @@ def write_part(
     """
     file = shard_name(rank)
     entry = write_shard(draft.folder / file, blobs, chunk_bytes=chunk_bytes)
+    return describe_part(file, entry, blobs, cuts)
+
+
+def describe_part(file: str, entry: FileEntry, blobs: Mapping[str, Blob], cuts: Iterable[Cut]) -> Part:
+    """What a manifest says of a shard that holds ``blobs``, of which some are the pieces ``cuts``."""
     pieces: dict[str, list[Cut]] = {}
     keys = set()
     for cut in cuts:
@@ -131,6 +150,32 @@ def commit(draft: Draft, manifest: Manifest) -> None:
         OSError: the disk refused; the name is as it was before.
         ValueError: a value is not JSON, or there is too much of them.
     """
+    prepare(draft, manifest)
+    take_name(draft)
+    drop_replaced(draft)
+
+
+def prepare(draft: Draft, manifest: Manifest) -> None:
+    """Write the manifest of a draft, durably: all that a checkpoint needs but its name.
+
+    Raises:
+        OSError: the disk refused.
+        ValueError: a value is not JSON, or there is too much of them.
+    """
+    data = encode_checked(manifest)
+    with new_file(draft.folder / MANIFEST) as fd:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    sync_folder(draft.folder)
+
+
+def encode_checked(manifest: Manifest) -> bytes:
+    """The bytes of a manifest that every reader will accept.
+
+    Raises:
+        ValueError: a value is not JSON, or there is too much of them.
+    """
     data = encode(manifest)
     if len(data) > MAX_BYTES:
         raise ValueError(
@@ -141,11 +186,15 @@ def commit(draft: Draft, manifest: Manifest) -> None:
     except NotWhole as error:
         # What no reader would accept must not count as saved: retention would then remove the ones that can be read.
         raise ValueError(f"the manifest could not be read back: {error}") from error
-    with new_file(draft.folder / MANIFEST) as fd:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    sync_folder(draft.folder)
+    return data
+
+
+def take_name(draft: Draft) -> None:
+    """Give a prepared draft the name of its step; what had it before stands beside it until ``drop_replaced``.
+
+    Raises:
+        OSError: the disk refused; the name is as it was before.
+    """
     try:
         # A folder that already has the name (a torn one, or the same step saved again) is never written into.
         if os.path.lexists(draft.final):
@@ -153,16 +202,20 @@ def commit(draft: Draft, manifest: Manifest) -> None:
         os.rename(draft.folder, draft.final)
         sync_folder(draft.root)
     except OSError:
-        _undo(draft)
+        undo(draft)
         raise
+
+
+def drop_replaced(draft: Draft) -> None:
+    """Delete what had the name before."""
     if os.path.lexists(draft.replaced):
         remove(draft.replaced)
 
 
-def _undo(draft: Draft) -> None:
-    """Give the names back; what cannot be undone now is put right by the sweep."""
+def undo(draft: Draft) -> None:
+    """Give the names back that ``take_name`` took; what cannot be undone now is put right by the sweep."""
     with contextlib.suppress(OSError):
-        if not os.path.lexists(draft.folder):
+        if not os.path.lexists(draft.folder) and os.path.lexists(draft.final):
             os.rename(draft.final, draft.folder)
         if os.path.lexists(draft.replaced):
             os.rename(draft.replaced, draft.final)
@@ -218,11 +271,32 @@ def is_leftover(name: str) -> bool:
     return beside is not None and beside.kind is not Beside.ASIDE
 
 
-def sweep(root: Path) -> list[str]:
-    """Remove leftovers and put back what a dead save had set aside; one line for each thing done."""
+def prepared_drafts(root: Path) -> list[Draft]:
+    """The drafts of dead saves that need nothing but their name: the manifest, which is written last, is there."""
+    names = sorted(os.listdir(root)) if root.is_dir() else []
+    besides = (parse_beside(name) for name in names if os.path.lexists(root / name / MANIFEST))
+    return [
+        Draft(root=root, step=beside.step, id=beside.id)
+        for beside in besides
+        if beside is not None and beside.kind is Beside.DRAFT
+    ]
+
+
+def sweep(root: Path, *, finish: Collection[str] = ()) -> list[str]:
+    """Remove leftovers and put back what a dead save had set aside; one line for each thing done.
+
+    Args:
+        root: the folder of checkpoints.
+        finish: ids of saves that have their name in another folder, where each host keeps its own part: all folders were
+            prepared before the first took the name, so this one takes it too.
+    """
     if not root.is_dir():
         return []
     done = []
+    for draft in prepared_drafts(root):
+        if draft.id in finish:
+            take_name(draft)
+            done.append(f"finished {draft.final.name}, which the other folders have")
     for name in sorted(os.listdir(root)):
         beside = parse_beside(name)
         if beside is None or not is_leftover(name):

@@ -29,9 +29,11 @@ from shoal.core.errors import RequestError, RunError
 
 MANIFEST = "manifest.json"
 GOOD = "good"
+HOSTS = "hosts.json"
+"""Which host had which file, in a folder that has some of a checkpoint's files; for messages, and believed for nothing else."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})", re.ASCII)
-_BESIDE = re.compile(r"\.(tmp|replaced|expired|aside)-(step-[0-9]{8,18})-([0-9a-f]{16})", re.ASCII)
+_BESIDE = re.compile(r"\.(tmp|replaced|expired|aside|brought)-(step-[0-9]{8,18})-([0-9a-f]{16})", re.ASCII)
 _SHARD = re.compile(r"rank-[0-9]{3,6}\.safetensors", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
@@ -43,6 +45,7 @@ class Beside(StrEnum):
     REPLACED = "replaced"
     EXPIRED = "expired"
     ASIDE = "aside"
+    BROUGHT = "brought"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ found. Newer ones than the good one are set aside and not deleted, and only whil
 """
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,22 @@ def expired(
     return [step for step in candidates if step not in stays and (keep_every is None or step % keep_every != 0)]
 
 
-def expire(root: Path, *, newest: int, keep: int, keep_every: int | None, stays: Collection[int] = ()) -> list[int]:
-    """Delete what has expired, as ``expired`` decides; the steps deleted.
+def expire(
+    root: Path,
+    *,
+    newest: int,
+    keep: int,
+    keep_every: int | None,
+    stays: Collection[int] = (),
+    parts: bool = False,
+) -> list[int]:
+    """Delete what has expired, as ``expired`` decides; the steps deleted. With ``parts`` the folder has this host's files only.
 
     Raises:
         OSError: the disk refused; nothing is half deleted under a committed name.
     """
-    steps = [step for name in os.listdir(root) if (step := parse_step(name)) is not None and is_committed(root / name)]
+    named = [(step, root / name) for name in os.listdir(root) if (step := parse_step(name)) is not None]
+    steps = [step for step, path in named if is_committed(path, parts=parts)]
     if newest not in steps:
         # Without the anchor nothing is known to be whole, so nothing is deleted.
         return []
@@ -95,10 +104,10 @@ def list_aside(root: Path) -> list[tuple[int, Path]]:
     return [(beside.step, path) for beside, path in besides if beside is not None and beside.kind is Beside.ASIDE]
 
 
-def is_committed(path: Path) -> bool:
-    """True when a glance finds a whole checkpoint under this name."""
+def is_committed(path: Path, *, parts: bool = False) -> bool:
+    """True when a glance finds a whole checkpoint under this name; with ``parts``, what this host has of one."""
     try:
-        glance(path)
+        glance(path, parts=parts)
     except (NotWhole, RequestError):
         return False
     return True
@@ -118,10 +127,10 @@ def mark_good(root: Path, step: int) -> None:
         return
 
 
-def newest_good(root: Path, *, until: int | None = None) -> int | None:
+def newest_good(root: Path, *, until: int | None = None, parts: bool = False) -> int | None:
     """The step of the newest whole checkpoint that is marked as good, of those up to step ``until``; None when there is none."""
     for step, path in committed_names(root):
-        if (until is None or step <= until) and os.path.lexists(path / GOOD) and is_committed(path):
+        if (until is None or step <= until) and os.path.lexists(path / GOOD) and is_committed(path, parts=parts):
             return step
     return None
 
@@ -139,17 +148,17 @@ class Fallback:
     last_aside: int | None = None
     """The newest that was set aside."""
 
-    def describe(self, root: Path) -> str:
-        """What to say of it."""
+    def describe(self, root: Path | str) -> str:
+        """What to say of it, with the folder or address that the checkpoints are in."""
         if self.newest is None:
             return "last good checkpoint: none"
         if self.good is None:
-            newest = root / step_name(self.newest)
+            newest = f"{root}/{step_name(self.newest)}"
             return (
                 f"last good checkpoint: none is known (no step was taken from {newest}, where --resume would begin; to start "
                 "over, use another --run-dir)"
             )
-        said = f"last good checkpoint: {root / step_name(self.good)}"
+        said = f"last good checkpoint: {root}/{step_name(self.good)}"
         if self.first_aside is None or self.last_aside is None:
             return said
         if self.first_aside == self.last_aside:
@@ -158,16 +167,16 @@ class Fallback:
         return f"{said} (what was saved after it was set aside, {names}, because no step was taken from there)"
 
 
-def fall_back(root: Path, good: int | None) -> Fallback:
+def fall_back(root: Path, good: int | None, *, parts: bool = False) -> Fallback:
     """Set aside what is newer than the good checkpoint ``good``; nothing where that is not on the disk.
+
+    With ``parts`` the folder has this host's files of checkpoints, or none.
 
     Raises:
         OSError: the disk refused.
     """
-    found = good if good is not None and is_committed(root / step_name(good)) else None
-    newer = (
-        [] if found is None else [step for step, path in committed_names(root) if step > found and is_committed(path)]
-    )
+    found = good if good is not None and is_committed(root / step_name(good), parts=parts) else None
+    newer = [] if found is None else [step for step, _ in newer_than(root, found, parts=parts)]
     aside = set_aside(root, newer)
     return Fallback(
         good=found,
@@ -177,17 +186,27 @@ def fall_back(root: Path, good: int | None) -> Fallback:
     )
 
 
-def refuse_only_aside(root: Path) -> None:
+def newer_than(root: Path, step: int, *, parts: bool = False) -> list[tuple[int, Path]]:
+    """The committed checkpoints after a step."""
+    return [(other, path) for other, path in committed_names(root) if other > step and is_committed(path, parts=parts)]
+
+
+def refuse_only_aside(root: Path, *, parts: bool = False) -> None:
     """Refuse to go on where every checkpoint there is was set aside: a run would begin at step 0 and leave them lying.
 
     Raises:
         AgreedError: names them.
     """
     aside = list_aside(root)
-    if not aside or any(is_committed(path) for _, path in committed_names(root)):
+    if not aside or any(is_committed(path, parts=parts) for _, path in committed_names(root)):
         return
+    raise AgreedError(describe_aside(root, aside))
+
+
+def describe_aside(root: Path, aside: Sequence[tuple[int, Path]]) -> str:
+    """That there is nothing to go on from but what was set aside."""
     named = ", ".join(path.name for _, path in aside)
-    raise AgreedError(
+    return (
         f"{root} has no checkpoint to go on from, only what was set aside after a value that was not finite: {named}. To go on "
         f"from one, rename it, such as to {step_name(aside[-1][0])}; to start over, use another --run-dir"
     )

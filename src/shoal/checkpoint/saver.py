@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.attempt import Agreement, Request, attempt
-from shoal.checkpoint.commit import sweep
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.holdings import Cut, Listing, assign, cuts_of
 from shoal.checkpoint.pieces import as_blob, dtype_name, list_holdings, view_cuts
-from shoal.checkpoint.retention import Proven, expire, mark_good
+from shoal.checkpoint.places.storage import OneFolder, Storage
+from shoal.checkpoint.retention import Proven
 from shoal.checkpoint.shard import num_bytes
 from shoal.checkpoint.strictjson import pack, unpack
 from shoal.checkpoint.vote import LostTouch, SaveFailed, Vote, Votes
@@ -147,11 +147,12 @@ class Saver:
         vote: Votes | None = None,
         settle: Callable[[], None] | None = None,
         proven: Proven | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Make a saver; nothing is written or exchanged yet.
 
         Args:
-            root: the ``checkpoints`` folder, the same for all ranks.
+            root: this rank's ``checkpoints`` folder.
             rank: this process.
             world_size: how many processes save together.
             group: a gloo group of all of them that nothing else uses, because a thread of its own votes on it; None when alone.
@@ -162,9 +163,11 @@ class Saver:
             vote: how the processes agree, where no group connects them; called from the writing thread.
             settle: writes what should be in files before a checkpoint counts; called from the writing thread before it votes.
             proven: what is known of earlier checkpoints of the run; left out, nothing.
+            storage: where checkpoints are; left out, in ``root``, which all ranks see.
         """
         self._root = root
         self._vote: Votes = vote or Vote(group, rank=rank, world_size=world_size)
+        self._storage: Storage = storage or OneFolder(root, rank=rank)
         self._config = config
         self._plan = plan
         self._deadline_s = deadline_s
@@ -224,7 +227,7 @@ class Saver:
 
     def take(self, step: int) -> None:
         """Say that step number ``step`` was taken: the checkpoints before it are good, of which the newest stays."""
-        if self.proven.take(step) and self._vote.rank == 0:
+        if self.proven.take(step) and self._storage.keeps:
             # In the thread, because deleting takes time.
             self._give(_Settle())
 
@@ -358,20 +361,22 @@ class Saver:
         if self._settle is not None:
             self._settle()
         try:
-            saved = attempt(job.request, root=self._root, vote=self._vote, agreement=self._agreement)
+            saved = attempt(
+                job.request, root=self._root, vote=self._vote, agreement=self._agreement, storage=self._storage
+            )
         except SaveFailed as error:
             if isinstance(error, LostTouch):
                 self._lost_touch = str(error)
             return CheckpointFailed(step=step, reason=str(error))
         self._lost_touch = saved.lost_touch
         self.proven.commit(step)
-        if self._vote.rank == 0 and saved.lost_touch is None:
+        if self._storage.keeps and saved.lost_touch is None:
             # The folder is a new one, also where its step was marked before.
             self._newest, self._marked = step, None
             self._tidy()
         return CheckpointSaved(
             step=step,
-            path=str(saved.path),
+            path=saved.path,
             num_bytes=saved.num_bytes,
             stall_seconds=job.stall_seconds,
             write_seconds=time.perf_counter() - started,
@@ -379,19 +384,21 @@ class Saver:
 
     def _tidy(self) -> None:
         """Mark the newest good checkpoint, and delete what has expired since."""
-        if self._vote.rank != 0:
+        if not self._storage.keeps:
             return
         good, keep, keep_every = self.proven.good, self._config.keep, self._config.keep_every
         try:
             if good is not None and good != self._marked:
-                mark_good(self._root, good)
+                self._storage.mark_good(good)
                 self._marked = good
             if self._newest is not None:
                 stays = {*self.kept, *(() if self.proven.anchor is None else (self.proven.anchor,))}
-                expire(self._root, newest=self._newest, keep=keep, keep_every=keep_every, stays=stays)
+                self._storage.expire(newest=self._newest, keep=keep, keep_every=keep_every, stays=stays)
         except OSError as error:
             self._report(
-                Warned(message=f"cannot delete expired checkpoints in {self._root}, or mark good ones: {error}")
+                Warned(
+                    message=f"cannot delete expired checkpoints in {self._storage.where}, or mark good ones: {error}"
+                )
             )
 
 
@@ -403,20 +410,19 @@ def open_saver(
     plan: str,
     report: Callable[[Event], None],
     settle: Callable[[], None],
+    storage: Storage,
 ) -> Saver:
-    """The saver of one rank of a run, after what killed saves have left is swept away. All ranks call it together.
+    """The saver of one rank of a run.
 
     Args:
-        root: the folder of the run's checkpoints.
+        root: this rank's folder of the run's checkpoints.
         world: the ranks.
         config: which checkpoints are kept.
         plan: for the manifest.
         report: told how each save ended, on the saver's thread.
         settle: called before a save counts, so that what led there is on the disk too.
+        storage: where checkpoints are.
     """
-    if world.is_first and root.is_dir():
-        sweep(root)
-    world.barrier()
     return Saver(
         root,
         rank=world.rank,
@@ -427,4 +433,5 @@ def open_saver(
         deadline_s=world.deadline_seconds,
         report=report,
         settle=settle,
+        storage=storage,
     )

@@ -12,7 +12,7 @@ No torch: a save must be testable in a process that starts in a tenth of a secon
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,18 +118,29 @@ def write_shard(
     Raises:
         OSError: the disk refused; what was written is removed.
     """
+    with new_file(path) as fd:
+        return stream_shard(lambda chunk: _write_all(fd, chunk), blobs, chunk_bytes=chunk_bytes, metadata=metadata)
+
+
+def stream_shard(
+    put: Callable[[Sequence[memoryview]], None],
+    blobs: Mapping[str, Blob],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Sum the bytes of one safetensors file and hand them to ``put``, chunk by chunk, each as a list of views."""
     layout = lay_out({key: (blob.dtype, blob.shape) for key, blob in blobs.items()}, metadata)
     for slot in layout.slots:
         assert blobs[slot.key].data.nbytes == slot.end - slot.start, f"{slot.key}: bytes do not fit {slot.shape}"
     parts = [memoryview(layout.header), *(blobs[slot.key].data for slot in layout.slots)]
     sums = []
-    with new_file(path) as fd:
-        for chunk in _chunks(parts, chunk_bytes):
-            digest = xxhash.xxh3_64()
-            for piece in chunk:
-                digest.update(piece)
-            sums.append(digest.hexdigest())
-            _write_all(fd, chunk)
+    for chunk in _chunks(parts, chunk_bytes):
+        digest = xxhash.xxh3_64()
+        for piece in chunk:
+            digest.update(piece)
+        sums.append(digest.hexdigest())
+        put(chunk)
     return FileEntry(size=layout.size, chunk_bytes=chunk_bytes, sums=tuple(sums))
 
 
@@ -239,6 +250,15 @@ def read_spans(
 
 def _read_checked(fd: int, chunk: memoryview, start: int, expected: str, name: str) -> None:
     read_into(fd, chunk, start, name)
+    check_chunk(chunk, start, expected, name)
+
+
+def check_chunk(chunk: memoryview, start: int, expected: str, name: str) -> None:
+    """Hold bytes of a file, wherever they came from, to their sum.
+
+    Raises:
+        NotWhole: they are others.
+    """
     actual = xxhash.xxh3_64_hexdigest(chunk)
     if actual != expected:
         end = start + len(chunk)

@@ -30,6 +30,16 @@ class Phase(IntEnum):
     WRITE = 2
     COMMIT = 3
     LIST = 4
+    PREPARE = 5
+    """Every folder is asked whether it has all but the name, where each host keeps its part."""
+    FOLDERS = 6
+    """Who shares a folder with whom."""
+    LEFT = 7
+    """What dead saves have left in the folders."""
+    OFFER = 8
+    """Which checkpoints there are to load."""
+    BRING = 9
+    """What of one of them is where, and whether it has come."""
 
 
 class SaveFailed(RunError):

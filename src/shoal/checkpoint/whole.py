@@ -10,7 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.checkpoint import strictjson
 from shoal.checkpoint.files import (
+    HOSTS,
     MANIFEST,
     Beside,
     NotWhole,
@@ -24,6 +26,8 @@ from shoal.checkpoint.files import (
 from shoal.checkpoint.manifest import MAX_BYTES, Manifest, decode
 from shoal.checkpoint.shard import read_shard
 from shoal.core.errors import RequestError
+
+_MAX_HOSTS = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +88,12 @@ def _step_of(name: str) -> int | None:
     return beside.step if beside is not None else parse_step(name)
 
 
-def glance(path: Path) -> Manifest:
+def glance(path: Path, *, parts: bool = False) -> Manifest:
     """The manifest of a checkpoint whose files are all there with the right sizes. Their bytes are not read.
+
+    Args:
+        path: its folder.
+        parts: files may be missing, because other hosts have them; those that are there must be right.
 
     Raises:
         NotWhole: names what is wrong.
@@ -94,9 +102,14 @@ def glance(path: Path) -> Manifest:
     with folder(path) as folder_fd:
         manifest = read_manifest(folder_fd, path)
         for name, entry in manifest.files.items():
-            with existing_file(folder_fd, name) as (_, size):
-                if size != entry.size:
-                    raise NotWhole(f"{name} has {size} bytes, the manifest says {entry.size}")
+            if parts and not _is_there(folder_fd, name):
+                continue
+            try:
+                with existing_file(folder_fd, name) as (_, size):
+                    if size != entry.size:
+                        raise NotWhole(f"{name} has {size} bytes, the manifest says {entry.size}")
+            except NotWhole as error:
+                raise NotWhole(f"{error}{_elsewhere(folder_fd, name)}") from error
     return manifest
 
 
@@ -106,7 +119,28 @@ def verify(path: Path) -> list[str]:
     Raises:
         RequestError: there is no such folder.
     """
-    problems = []
+    return list(verify_files(path).problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What a folder has of a checkpoint."""
+
+    manifest: Manifest | None
+    """None where that cannot be read; there is nothing else then."""
+    whole: tuple[str, ...]
+    """The files of which every byte is as it was written."""
+    problems: tuple[str, ...]
+    """What is wrong with the others, each with its name."""
+
+
+def verify_files(path: Path) -> Verified:
+    """Read every byte that a folder has of a checkpoint.
+
+    Raises:
+        RequestError: there is no such folder.
+    """
+    manifest, whole, problems = None, [], []
     try:
         with folder(path) as folder_fd:
             manifest = read_manifest(folder_fd, path)
@@ -114,11 +148,36 @@ def verify(path: Path) -> list[str]:
             for name, entry in manifest.files.items():
                 try:
                     read_shard(folder_fd, name, entry, layouts[name], wanted=frozenset(), check_all=True)
+                    whole.append(name)
                 except NotWhole as error:
-                    problems.append(str(error))
+                    problems.append(f"{error}{_elsewhere(folder_fd, name)}")
     except NotWhole as error:
         problems.append(str(error))
-    return problems
+    return Verified(manifest=manifest, whole=tuple(whole), problems=tuple(problems))
+
+
+def _is_there(folder_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _elsewhere(folder_fd: int, name: str) -> str:
+    """Where a file that is missing should be, as far as the folder tells; empty for one that should be here."""
+    if _is_there(folder_fd, name) or not _is_there(folder_fd, HOSTS):
+        return ""
+    try:
+        with existing_file(folder_fd, HOSTS) as (fd, size):
+            data = bytearray(min(size, _MAX_HOSTS))
+            read_into(fd, memoryview(data), 0, HOSTS)
+        host = strictjson.parse(bytes(data))[name]
+    except (NotWhole, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    if not isinstance(host, str) or not host.isprintable():
+        return ""
+    return f" here: host {host[:80]} has it; go on with that host among the run's, or copy the file from there"
 
 
 def committed_names(root: Path) -> list[tuple[int, Path]]:
@@ -164,13 +223,21 @@ def checkpoints_in(path: Path) -> list[Path]:
     """
     resolved = path.resolve()
     if not resolved.is_dir():
+        if ":/" in str(path):
+            raise RequestError(
+                f"{path} is an address, and this reads folders: `shoal ckpt fetch RUN` brings the newest checkpoint of a run's "
+                "address into its run directory, with every sum checked"
+            )
         raise RequestError(f"no such folder: {path}; give a run directory or a checkpoint such as {step_name(100)}")
     if os.path.lexists(resolved / MANIFEST) or _step_of(resolved.name) is not None:
         return [resolved]
     inside = resolved / "checkpoints"
     found = [checkpoint for _, checkpoint in committed_names(inside if inside.is_dir() else resolved)]
     if not found:
-        raise RequestError(f"no checkpoint in {path}; give a run directory or a checkpoint such as {step_name(100)}")
+        raise RequestError(
+            f"no checkpoint in {path}; give a run directory or a checkpoint such as {step_name(100)}. Where the run's "
+            "checkpoint.place is an address, `shoal ckpt show ADDRESS` lists them and `shoal ckpt fetch RUN` brings the newest"
+        )
     return found
 
 

@@ -13,6 +13,7 @@ from shoal.cli.console import JsonFile, check_result_file, print_table, write_re
 
 if TYPE_CHECKING:
     from shoal.checkpoint.diff import TensorDifference
+    from shoal.checkpoint.manifest import Manifest
 
 app = typer.Typer(
     help="Show, verify, compare and export checkpoints.",
@@ -22,6 +23,12 @@ app = typer.Typer(
 )
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory or a checkpoint's folder.")]
+_FolderOrAddress = Annotated[
+    str, typer.Argument(metavar="DIR", help="A run directory, a checkpoint's folder, or an address (s3://...).")
+]
+_Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The run directory of a run whose checkpoint.place is an address.")
+]
 _First = Annotated[Path, typer.Argument(metavar="FIRST", help="A run directory or a checkpoint's folder.")]
 _Second = Annotated[Path, typer.Argument(metavar="SECOND", help="What to compare it with.")]
 _Top = Annotated[
@@ -47,13 +54,14 @@ _Weights = Annotated[
 
 
 @app.command()
-def show(folder: _Folder, json_file: JsonFile = None) -> None:
+def show(folder: _FolderOrAddress, json_file: JsonFile = None) -> None:
     """Show the checkpoints of DIR: step, plan, sizes, tensors. Sizes are checked, bytes are not: see verify."""
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.checkpoint.whole import checkpoints_in
 
-    described = [_describe(path) for path in checkpoints_in(folder)]
+    is_address = "://" in folder
+    described = _describe_address(folder) if is_address else [_describe(path) for path in checkpoints_in(Path(folder))]
     for checkpoint in described:
         if len(described) == 1 and checkpoint["whole"]:
             _print_one(checkpoint)
@@ -81,6 +89,30 @@ def verify(folder: _Folder, json_file: JsonFile = None) -> None:
     write_result(json_file, {"checkpoints": results})
     if not all(result["whole"] for result in results):
         raise typer.Exit(1)
+
+
+@app.command()
+def fetch(run: _Run, json_file: JsonFile = None) -> None:
+    """Bring the newest whole checkpoint of RUN from its address into RUN, where eval, sample and export look for it."""
+    check_result_file(json_file)
+    from shoal.checkpoint.places.address import ObjectStore, check_address, fetch_newest
+    from shoal.core.config import read_toml
+    from shoal.core.errors import RequestError, RunError
+    from shoal.core.rundir import RunDir
+
+    section = read_toml(RunDir(run).recipe).get("checkpoint", {})
+    place = section.get("place", "auto") if isinstance(section, dict) else "auto"
+    if not isinstance(place, str) or "://" not in place:
+        raise RequestError(f"{run}: checkpoint.place is {place!r}, which is no address; there is nothing to fetch")
+    check_address(place, 1)
+    try:
+        path, refused = fetch_newest(ObjectStore(place), RunDir(run).checkpoints)
+    except OSError as error:
+        raise RunError(f"cannot fetch from {place}: {error}") from error
+    for name, reason in refused:
+        print(f"{name} is not whole and is passed over: {reason}")
+    print(f"fetched {path.name} from {place}: {path}")
+    write_result(json_file, {"checkpoint": path, "address": place})
 
 
 @app.command()
@@ -197,7 +229,6 @@ def _model_section(run_dir: Path | None) -> dict[str, Any]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from shoal.checkpoint.boxes import describe_cut
     from shoal.checkpoint.files import NotWhole
     from shoal.checkpoint.whole import glance
 
@@ -205,8 +236,36 @@ def _describe(path: Path) -> dict[str, Any]:
         manifest = glance(path)
     except NotWhole as error:
         return {"path": str(path), "whole": False, "problem": str(error)}
+    return _describe_manifest(str(path), manifest)
+
+
+def _describe_address(address: str) -> list[dict[str, Any]]:
+    from shoal.checkpoint.files import NotWhole
+    from shoal.checkpoint.places.address import ObjectStore, check_address, glance_at
+    from shoal.core.errors import RequestError, RunError
+
+    check_address(address, 1)
+    described: list[dict[str, Any]] = []
+    try:
+        store = ObjectStore(address)
+        for one in store.checkpoints():
+            path = f"{store.address}/{one.folder}"
+            try:
+                described.append(_describe_manifest(path, glance_at(store, one.folder)))
+            except NotWhole as error:
+                described.append({"path": path, "whole": False, "problem": str(error)})
+    except OSError as error:
+        raise RunError(f"cannot list {address}: {error}") from error
+    if not described:
+        raise RequestError(f"no checkpoint at {address}; give what checkpoint.place of the run says")
+    return described
+
+
+def _describe_manifest(path: str, manifest: "Manifest") -> dict[str, Any]:
+    from shoal.checkpoint.boxes import describe_cut
+
     return {
-        "path": str(path),
+        "path": path,
         "whole": True,
         "problem": None,
         "step": manifest.step,

@@ -17,6 +17,7 @@ import typer
 
 from shoal.cli import ckpt, keys, role
 from shoal.cli.calibrate import calibrate
+from shoal.cli.clusters import job
 from shoal.cli.doctor import doctor
 from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
@@ -61,6 +62,7 @@ app.command("init")(init)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
 app.add_typer(keys.app, name="keys", cls=LightGroup)
 app.add_typer(role.app, name="role", cls=LightGroup)
+app.add_typer(job.app, name="job", cls=LightGroup)
 app.command("doctor")(doctor)
 app.command("place")(place)
 

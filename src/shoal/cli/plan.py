@@ -63,6 +63,10 @@ def plan(
     """Rank the plans for RECIPE on a cluster that need not be here."""
     check_result_file(json)
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.tuning.options import check_options
+
+    allowed = [word.strip() for word in allow.split(",")] if allow is not None else []
+    check_options(top=top, allow=allowed)
     from shoal.tuning.planning import plan as rank_plans
 
     answer = rank_plans(
@@ -73,7 +77,7 @@ def plan(
         why_not=why_not,
         precisions=[word.strip() for word in precision.split(",")] if precision is not None else (),
         overrides=overrides or (),
-        allow=[word.strip() for word in allow.split(",")] if allow is not None else (),
+        allow=allowed,
     )
     if json != STDOUT:
         print_answer(answer)

@@ -64,6 +64,12 @@ _VoteDir = Annotated[
 _Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; needed too to start a server again.")
 ]
+_Restarts = Annotated[
+    int,
+    typer.Option(
+        "--restarts", metavar="N", min=0, help="Start this process again after it failed or was killed, so often."
+    ),
+]
 _Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the summary will say so.")]
 
 
@@ -78,8 +84,10 @@ def center(
     keys: _Keys = None,
     allow: _Allow = None,
     etcd: _Etcd = "",
+    restarts: _Restarts = 0,
 ) -> None:
     """Stand for the center: one leads, the others take over when it dies."""
+    _start_again("center", restarts)
     from shoal.serverrun.center import lead
     from shoal.serverrun.standalone import run_async
 
@@ -110,9 +118,11 @@ def server(
     keys: _Keys = None,
     allow: _Allow = None,
     resume: _Resume = False,
+    restarts: _Restarts = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Hold a part of the weights; the server that leads the log in the end writes the summary."""
+    _start_again("server", restarts)
     check_result_file(json_file)
     role = _prepare(
         "server",
@@ -145,8 +155,10 @@ def worker(
     plan: _Plan = None,
     overrides: Overrides = None,
     keys: _Keys = None,
+    restarts: _Restarts = 0,
 ) -> None:
     """Compute gradients until there is nothing left to do; may join and leave at any time."""
+    _start_again("worker", restarts)
     role = _prepare("worker", recipe, centers=centers, index=index, plan=plan, overrides=overrides, keys=keys)
     _keep_threads_quiet()
     from shoal.serverrun.standalone import run_blocking
@@ -169,6 +181,38 @@ def stop(
     found = asyncio.run(stop_run(read_cluster(centers=centers, keys=keys), reason=reason, seconds=10.0))
     print(f"{found.name} of epoch {found.epoch} was told to stop the run")
     write_result(json_file, {"center": found.name, "epoch": found.epoch})
+
+
+def _start_again(role: str, restarts: int) -> None:
+    """With restarts, be the one that watches the process; without, be it, with the time in front of its lines in a log."""
+    if not sys.stderr.isatty():
+        from shoal.telemetry.stamped import StampedStream
+
+        sys.stderr = StampedStream(sys.stderr)
+    if not restarts:
+        return
+    from shoal.serverrun.again import run_again
+
+    words = _without_restarts(sys.argv[1:])
+    first = [sys.executable, "-m", "shoal", *words]
+    # A server that comes back finds the run that it left.
+    later = [*first, "--resume"] if role == "server" and "--resume" not in words else first
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    raise typer.Exit(run_again(first, later, name=f"this {role}", restarts=restarts, tell=tell))
+
+
+def _without_restarts(words: list[str]) -> list[str]:
+    """A command line without its ``--restarts N``."""
+    kept, skips = [], False
+    for word in words:
+        if skips or word == "--restarts" or word.startswith("--restarts="):
+            skips = word == "--restarts"
+            continue
+        kept.append(word)
+    return kept
 
 
 def _prepare(

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -10,14 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from shoal.cli.clusters.on import Nodes, On, PerNode, be_launched, start_elsewhere
 from shoal.cli.console import JsonFile, Overrides, check_result_file, write_result
+from shoal.cli.options.hosts import Hostfile, Hosts, Network, Python, Shell, build_fleet, read_hosts
 from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
+    from shoal.core.place import Place
     from shoal.core.plan import Plan
     from shoal.data.check import DataSummary
     from shoal.data.spec import DataSpec
+    from shoal.launch.hosts.hostspec import HostSlots
     from shoal.trainer.config import Recipe
+    from shoal.trainer.launch import RunJob
     from shoal.trainer.own_parts import OwnPartsHere
     from shoal.trainer.request import Prepared, TrainRequest
 
@@ -53,7 +59,7 @@ _FindRate = Annotated[
 _HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
 _Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
 _NO_AUTO = (
-    "plan 'auto' is picked for this machine, and a launcher has started the ranks already; name a plan "
+    "plan 'auto' is picked for this machine, and a launcher has started the ranks already, or other hosts run them; name a plan "
     "(`shoal tune RECIPE` says which is fastest)"
 )
 
@@ -86,6 +92,14 @@ def train(
     profile: _Profile = None,
     forecast: _Forecast = False,
     find_rate: _FindRate = False,
+    on: On = None,
+    nodes: Nodes = None,
+    per_node: PerNode = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    ssh: Shell = None,
+    python: Python = None,
+    network: Network = None,
     help_recipe: _HelpRecipe = False,
     schema: _Schema = False,
     json_file: JsonFile = None,
@@ -98,47 +112,38 @@ def train(
     if help_recipe or schema:
         _explain_recipe(schema=schema, json_file=json_file)
         return
-    if recipe is None:
-        raise RequestError(
-            "which recipe? give a TOML file, such as recipes/tiny.toml, or make one with `shoal init DIR`"
-        )
+    recipe = _named_recipe(recipe)
     check_result_file(json_file)
     resume = resume or resume_auto
+    changes = _changes(overrides, max_restarts, profile)
+    request = TrainRequest(
+        recipe=recipe, plan=plan, overrides=tuple(changes), run_dir=run_dir, resume=resume, may_start=resume_auto
+    )
+    is_odd = dry_run or find_rate or forecast or nproc is not None
+    start_elsewhere(request, on, nodes=nodes, per_node=per_node, hosts=hosts, json_file=json_file, is_odd=is_odd)
     place = read_place(os.environ)
     launched = place.is_launched
     _refuse_search(find_rate, resume=resume, dry_run=dry_run, launched=launched)
-    if launched:
-        # Before torch loads: threads that spin while they wait make steps thirty times slower where a core is wanted twice.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _check_processes(None if launched or dry_run else nproc)
-    changes = _changes(overrides, max_restarts, profile)
+    _wait_quietly(launched)
+    named = read_hosts(hosts, hostfile)
+    _refuse_hosts(named, place, nproc=nproc, find_rate=find_rate, ssh=ssh, python=python, network=network)
+    _check_processes(None if launched or dry_run or named else nproc)
     from shoal.tuning.plan_choice import asks_auto, choose_for_run, forecast_plan
 
     own = OwnParts(is_dry=dry_run)
     forecast_page = None
     if asks_auto(recipe, plan, changes):
         required = run_dir if resume and not resume_auto else None
-        try_before_search(recipe, changes, launched=launched, own=own, required=required)
+        elsewhere = launched or bool(named)
+        try_before_search(recipe, changes, launched=elsewhere, own=own, required=required)
         plan, forecast_page = choose_for_run(
             recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume
         )
         nproc = None
-    request = TrainRequest(
-        recipe=recipe,
-        plan=plan,
-        num_processes=place.world_size if launched else nproc,
-        overrides=tuple(changes),
-        run_dir=run_dir,
-        resume=resume,
-        may_start=resume_auto,
-    )
+    num_processes = place.world_size if launched else sum(host.slots for host in named) or nproc
+    request = replace(request, plan=plan, num_processes=num_processes)
     if launched and not dry_run:
-        from shoal.trainer.launched import train_launched
-
-        exit_code, summary = train_launched(request)
-        if place.rank == 0:
-            write_result(json_file, summary)
-        raise typer.Exit(exit_code)
+        be_launched(request, place, json_file)
     if launched and place.rank > 0:
         return  # a dry run is described once
     if find_rate:
@@ -151,14 +156,88 @@ def train(
         return
     if forecast and forecast_page is None and not resume:
         forecast_page = forecast_plan(prepared.recipe, prepared.setup.plan)
-    _run(prepared, forecast_page, json_file, debug=context.obj["debug"])
+    run_job = _job_on_hosts(prepared, named, ssh, python, network, debug=context.obj["debug"]) if named else None
+    _run(prepared, forecast_page, json_file, run_job, debug=context.obj["debug"])
 
 
-def _run(prepared: "Prepared", forecast_page: dict[str, Any] | None, json_file: Path | None, *, debug: bool) -> None:
+def _wait_quietly(launched: bool) -> None:
+    """Before torch loads: threads that spin while they wait make steps thirty times slower where a core is wanted twice."""
+    if launched:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _named_recipe(recipe: Path | None) -> Path:
+    if recipe is None:
+        raise RequestError(
+            "which recipe? give a TOML file, such as recipes/tiny.toml, or make one with `shoal init DIR`"
+        )
+    return recipe
+
+
+def _job_on_hosts(
+    prepared: "Prepared",
+    hosts: "tuple[HostSlots, ...]",
+    ssh: str | None,
+    python: str | None,
+    network: str | None,
+    *,
+    debug: bool,
+) -> "RunJob":
+    """What runs a prepared request on several hosts."""
+    from functools import partial
+
+    from shoal.engine.resolve import MOST_PER_CORE
+    from shoal.launch.hosts.generation import supervise_hosts
+    from shoal.launch.hosts.hostspec import place_ranks
+    from shoal.trainer.elastic.limits import refuse_elastic_hosts
+    from shoal.trainer.launch import supervise_ranks
+
+    plan = prepared.setup.plan
+    if plan.ps:
+        raise RequestError(
+            f"plan {str(plan)!r}: --hosts starts ranks, and parameter servers are roles; start each with `shoal role`"
+        )
+    placed = place_ranks(hosts, prepared.setup.world_size)
+    if prepared.recipe.elastic.mode == "shrink":
+        refuse_elastic_hosts(prepared.recipe, plan, placed)
+    fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)
+    where = ", ".join(f"{host.name}:{host.slots}" for host in placed)
+    return partial(supervise_ranks, debug=debug, supervise_with=partial(supervise_hosts, fleet=fleet), where=where)
+
+
+def _refuse_hosts(
+    hosts: "tuple[HostSlots, ...]", place: "Place", *, nproc: int | None, find_rate: bool, **others: str | None
+) -> None:
+    """Refuse options that do not go with hosts, or not without."""
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if not hosts and given:
+        raise RequestError(
+            f"{', '.join(given)} says how to get to hosts, and none is named; add --hosts, or leave it out"
+        )
+    if hosts and place.is_launched:
+        raise RequestError(
+            f"--hosts starts the ranks, and {place.launcher} has started this one already ({', '.join(place.evidence)}); "
+            "leave --hosts out, or start the command by itself"
+        )
+    if hosts and nproc is not None:
+        raise RequestError(
+            f"--nproc {nproc} beside --hosts: say how many run on each host, as in {hosts[0].name}:{nproc}"
+        )
+    if hosts and find_rate:
+        raise RequestError("--find-rate tries rates on this machine; leave --hosts out")
+
+
+def _run(
+    prepared: "Prepared",
+    forecast_page: dict[str, Any] | None,
+    json_file: Path | None,
+    run_job: "RunJob | None" = None,
+    *,
+    debug: bool,
+) -> None:
     from shoal.trainer.launch import train_supervised
     from shoal.trainer.summary import describe_summary
 
-    run_job = None
     if prepared.setup.plan.ps:
         from shoal.serverrun.job.run import train_with_servers
 

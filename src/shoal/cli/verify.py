@@ -36,6 +36,12 @@ _Dtype = Annotated[
 _Strict = Annotated[
     bool, typer.Option("--strict", help="Exit 1 also where the numbers are equal and a predicted cost is off.")
 ]
+_Elastic = Annotated[
+    str | None,
+    typer.Option(
+        "--elastic", metavar="COUNTS", help="Let replicas die too, and come back, until so many are there: 4,3,1,4."
+    ),
+]
 _Markdown = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the certificate there as a page.")
 ]
@@ -53,14 +59,16 @@ def verify(
     json: JsonFile = None,
     markdown: _Markdown = None,
     strict: _Strict = False,
+    elastic: _Elastic = None,
 ) -> None:
     """Compare plans with one process: every loss, gradient, norm, weight and optimizer state; exit 1 if any differs."""
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.launch.environments import refuse_launcher
-    from shoal.verify.exclusive import check_exclusive
+    from shoal.verify.exclusive import check_clocks, check_exclusive
 
     refuse_launcher(os.environ, "shoal verify")
     check_exclusive(has_plans=bool(plan), all_plans=all_plans, mutants=mutants, nproc=nproc, dtype=dtype)
+    check_clocks(plan or ())
     check_result_file(json)
     check_result_file(markdown, "--markdown")
     from shoal.verify.session import verify as prove
@@ -77,6 +85,7 @@ def verify(
             steps=steps,
             dtype=dtype,
             overrides=overrides or (),
+            elastic=elastic,
             log=log,
             save=kept.save,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from shoal.comm.carry import sum_rounds
 from shoal.comm.global_batch import ALONE, gathering
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
@@ -84,32 +85,36 @@ def evaluate(
     count = min(len(source), limit) if limit else len(source)
     if isinstance(source, Streamed):
         count = source.count(count)
-    ids = replica_share(np.arange(count, dtype=np.int64), mesh.coordinate(Axis.DATA), mesh.degree(Axis.DATA))
-    num_rounds = math.ceil(math.ceil(count / mesh.degree(Axis.DATA)) / batch)
-    sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
+    everything = np.arange(count, dtype=np.int64)
+    num_batches = math.ceil(math.ceil(count / mesh.num_logical) / batch)
+    told = []
     measured = _open_sums(objective, metrics, count, mesh)
     # Each module's own mode, because the user may have frozen some: a layer in eval mode must still be in it afterwards.
     modes = [(module, module.training) for module in objective.modules()]
     objective.eval()
     # A loss over a batch is over an evaluation batch: replicas have different numbers of them.
     with torch.no_grad(), gathering(ALONE):
-        for start in range(0, num_rounds * batch, batch):
-            before_batch()
-            own = ids[start : start + batch]
-            if len(own):
-                sums += _evaluate_batch(objective, source, own, runtime, measured)
-            else:
-                # A replica whose share is done still runs: gathering sharded weights takes all of them.
-                _evaluate_batch(objective, source, ANY_SAMPLE, runtime)
-            if runtime is not None and start // batch % _SENT_AT_ONCE == 0:
+        for replica in mesh.rounds:
+            share = replica_share(everything, replica, mesh.num_logical) if replica is not None else everything[:0]
+            sums = torch.zeros(4, dtype=torch.float64)  # loss, weight, correct, counted
+            for start in range(0, num_batches * batch, batch):
+                before_batch()
+                own = share[start : start + batch]
+                if len(own):
+                    sums += _evaluate_batch(objective, source, own, runtime, measured)
+                else:
+                    # A replica whose share is done still runs: gathering sharded weights takes all of them.
+                    _evaluate_batch(objective, source, ANY_SAMPLE, runtime)
+                if runtime is not None and start // batch % _SENT_AT_ONCE == 0:
+                    runtime.settle()
+            if runtime is not None:
                 runtime.settle()
-    if runtime is not None:
-        runtime.settle()
+            if mesh.coordinate(Axis.TENSOR) > 0:
+                sums.zero_()  # Tensor-parallel ranks all found the same; the first one tells it.
+            told.append(sums.to(objective.device))
     for module, was_training in modes:
         module.training = was_training
-    if mesh.coordinate(Axis.TENSOR) > 0:
-        sums.zero_()  # Tensor-parallel ranks all found the same; the first one tells it.
-    loss, weight, correct, counted = mesh.everyone.all_reduce_(sums.to(objective.device)).tolist()
+    loss, weight, correct, counted = sum_rounds(told, mesh.everyone).tolist()
     return Evaluation(
         split=split,
         loss=loss / max(weight, 1.0),

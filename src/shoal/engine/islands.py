@@ -7,14 +7,15 @@ each other at rounds, and every few steps for the request to stop: a run stops a
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shoal.comm.channel import Channel, TorchTransport
-from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
+from shoal.comm.channel import Channel
+from shoal.comm.ordered import has_rank_order
+from shoal.comm.trafficcounter import ExchangeMeter, Traffic, TrafficCounts, add_traffic
 from shoal.compression.exchange import CompressedSum
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
@@ -65,6 +66,8 @@ class Islands:
     """An island whose step is not finite leaves it out, and comes to rounds all the same."""
     report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
     """Rounds since somebody asked, oldest first."""
+    meter: ExchangeMeter = field(default_factory=ExchangeMeter, init=False)
+    """What islands have sent each other in steps: no evaluation and no save."""
     last_distance: float | None = field(default=None, init=False)
     """How far islands were apart when that was measured last."""
     interval: Interval = field(init=False)
@@ -89,6 +92,11 @@ class Islands:
         return told
 
     @property
+    def num_rounds(self) -> int:
+        """Rounds since the beginning of the run; of ``stream``, those of its fragments."""
+        return int(self._rounds)
+
+    @property
     def was_round(self) -> bool:
         """A round was held after the last step."""
         return int(self._since) == 0
@@ -99,7 +107,8 @@ class Islands:
 
     def average_gradients(self, gradients: Sequence[Tensor]) -> None:
         """The mean of the islands' gradients, in place."""
-        mean_over_islands_(gradients, self.channel)
+        with self._measuring_bytes():
+            mean_over_islands_(gradients, self.channel)
 
     @property
     def next_step(self) -> int:
@@ -118,6 +127,19 @@ class Islands:
             lr: its rate.
             samples: that this island learnt from in it.
         """
+        with self._measuring_bytes():
+            self._after_update(step, lr=lr, samples=samples)
+        self.meter.add_dense(sum(weight.nbytes for weight in self.weights.values()), self.channel.size)
+
+    def _measuring_bytes(self) -> AbstractContextManager[None]:
+        return self.meter.measuring(
+            self.channel.traffic,
+            self.channel.axis,
+            self.channel.size,
+            leaves_out_own=self.rule.graph is not None,
+        )
+
+    def _after_update(self, step: int, *, lr: float, samples: int) -> None:
         self._taken.fill_(step + 1)
         if self.sums_gradients(step):
             if step + 1 == self.rule.start:
@@ -236,7 +258,7 @@ class Islands:
     @property
     def _has_order(self) -> bool:
         """The channel adds in the order of ranks by itself."""
-        return not isinstance(self.channel.transport, TorchTransport) or self.channel.size <= 2
+        return has_rank_order(self.channel)
 
     # --- evaluation
 
@@ -334,6 +356,12 @@ class Islands:
         mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
         unsent = {f"{PREFIX}{self.rule.kind}/{self.channel.size}/{what}" for what in self._unsent()}
         if any(key not in known for key in extra if key not in unsent):
+            if f"{PREFIX}{self.rule.kind}/{self.channel.size}/shared/round" in known:
+                # Gossip without a codec keeps no copy of what neighbours know, and each island's weights differ by then.
+                self._said = (
+                    f"the checkpoint is of sync={self.rule.kind} without a codec, so no island knows what neighbours have heard "
+                    "of it: every island goes on from the mean of their weights, which all of them know"
+                )
             return own, False
         if not unsent <= known:
             # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.
@@ -363,7 +391,8 @@ class Islands:
         self._since.zero_()
         self._rounds.zero_()
         self._taken.zero_()
-        return (
+        said, self._said = self._said, None
+        return said or (
             f"the checkpoint is not one of {self.channel.size} islands with sync={self.rule.kind}: every island goes on from "
             "the weights that it was saved with, which of islands are their mean"
         )

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.comm.carry import sum_rounds
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError
@@ -169,6 +170,31 @@ def _build(text: str) -> Metric:
     return {"perplexity": _Perplexity, "f1": _F1}[text]() if text in ("perplexity", "f1") else _Difference(text)
 
 
+def try_metric(metric: Metric, output: Any, targets: Any, *, num_samples: int) -> float:
+    """What a metric makes of one batch, as if it were the whole split.
+
+    Raises:
+        RunError: it fails, or returns what is no metric.
+    """
+    what = f"metric {metric.name!r}"
+    if isinstance(metric, GatheredMetric):
+        given = _gatherable(metric.name, output), _gatherable(metric.name, targets)
+        found: float = call_own(lambda: float(metric.function(*given)), what=what, refusal=RunError)
+        return found
+    summands = call_own(lambda: metric.measure(output, targets), what=what, refusal=RunError)
+    _require_summands(metric, summands)
+    if summands.ndim == _ROWS and summands.shape[0] != num_samples:
+        raise RunError(f"{what}: {summands.shape[0]} rows for a batch of {num_samples} samples; give one for each")
+    sums = (summands.double().sum(dim=0) if summands.ndim == _ROWS else summands.double()).tolist()
+    value: float = call_own(lambda: float(metric.finish(sums)), what=what, refusal=RunError)
+    return value
+
+
+def _require_summands(metric: Metric, found: object) -> None:
+    if not isinstance(found, Tensor) or found.ndim not in (_COUNTS, _ROWS):
+        raise RunError(f"metric {metric.name!r}: measure returned {_form(found)}; return a tensor of one dim or of two")
+
+
 class MetricSums:
     """What one rank has measured of a split, and the metrics of the whole out of all ranks' parts.
 
@@ -196,10 +222,7 @@ class MetricSums:
                 self._add_rows(f"{metric.name} targets", ids, _gatherable(metric.name, targets))
                 continue
             found = metric.measure(output, targets)
-            if not isinstance(found, Tensor) or found.ndim not in (_COUNTS, _ROWS):
-                raise RunError(
-                    f"metric {metric.name!r}: measure returned {_form(found)}; return a tensor of one dim or of two"
-                )
+            _require_summands(metric, found)
             if found.ndim == _ROWS:
                 self._add_rows(metric.name, ids, found.detach().double().cpu())
             else:
@@ -325,11 +348,18 @@ class StepMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weight = 0.0
+        self._rounds: list[tuple[dict[str, float], float]] = []
+        """Sums and weights of the rounds that are over, where replicas are absent."""
         self._names: tuple[str, ...] | None = None
         """What all replicas give; None before the first step."""
 
     def begin_step(self) -> None:
         """Forget the step before."""
+        self._sums, self._weight, self._rounds = {}, 0.0, []
+
+    def end_round(self) -> None:
+        """What comes now is another replica's."""
+        self._rounds.append((self._sums, self._weight))
         self._sums, self._weight = {}, 0.0
 
     def add(self, values: Mapping[str, float], weight: float) -> None:
@@ -350,20 +380,24 @@ class StepMetrics:
         Raises:
             RunError: replicas gave different metrics.
         """
-        own = tuple(sorted(self._sums))
+        rounds = self._rounds or [(self._sums, self._weight)]
+        own = next((tuple(sorted(sums)) for sums, weight in rounds if weight > 0), ())
         if self._names is None:
             self._names = _agree(own, mesh, device)
         if not self._names:
             if own:
                 raise RunError(_differ(self._names, own))
             return {}
-        # A replica without samples in this step has nothing to add.
-        is_other = self._weight > 0 and own != self._names
-        numbers = [self._sums.get(name, 0.0) for name in self._names] + [self._weight, float(is_other)]
-        *sums, weight, others = _sum(torch.tensor(numbers, dtype=torch.float64, device=device), mesh).tolist()
+        told = []
+        for sums, weight in rounds:
+            # A replica without samples in this step has nothing to add.
+            is_other = weight > 0 and tuple(sorted(sums)) != self._names
+            numbers = [sums.get(name, 0.0) for name in self._names] + [weight, float(is_other)]
+            told.append(torch.tensor(numbers, dtype=torch.float64, device=device))
+        *means, count, others = sum_rounds(told, mesh.channel(Axis.DATA)).tolist()
         if others:
             raise RunError(_differ(self._names, own))
-        return {name: value / max(weight, 1.0) for name, value in zip(self._names, sums, strict=True)}
+        return {name: value / max(count, 1.0) for name, value in zip(self._names, means, strict=True)}
 
 
 def _sum(numbers: Tensor, mesh: Mesh) -> Tensor:

@@ -214,9 +214,9 @@ class ParallelModel:
         self.reduction.begin_step()
         self.scalars.begin_step()
         self.objective.metrics.begin_step()
-        local_loss = self.passes.accumulate(batch, step=step, scale=loss_scale)
+        local_losses = self.passes.accumulate(batch, step=step, scale=loss_scale)
         self._sum_gradients(step)
-        loss = self.scalars.reduce(local_loss, scale=loss_scale)
+        loss = self.scalars.reduce(local_losses, scale=loss_scale)
         if self.objective.scoring.step is not None:
             self.metrics = self.objective.metrics.reduce(self.mesh, self.objective.device)
         for hook in self.hooks:
@@ -311,7 +311,7 @@ class ParallelModel:
         Raises:
             RunError: names the parameter and the setting. No refusal: a bug of ours may have lost the gradient.
         """
-        if self.mesh.replicas.size == 1 or self.allows_unused:
+        if (self.mesh.replicas.size == 1 and not self.mesh.has_absent) or self.allows_unused:
             return
         names = list(self.reduction.untouched())
         if names:

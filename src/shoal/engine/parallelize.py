@@ -129,7 +129,7 @@ def parallelize(
     objective = Objective(model, scoring, precision=precision, device=world.device, dropout=dropout, scalars=scalars)
     objective.name_sample = getattr(data.train, "name_sample", None)
     compressing = _compressing(settings, plan, world)
-    if plan.zero == 0 and compressing is None and mesh.replicas.size == mesh.everyone.size > 1:
+    if plan.zero == 0 and compressing is None and mesh.has_whole_replicas:
         scalars.piggyback_on(objective)
     outline, groups = draw_outline(model), decide_groups(settings.optim, model)
     cut = None

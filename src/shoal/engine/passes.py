@@ -5,21 +5,23 @@ The order of sums is fixed: each replica adds its microbatches in order, then re
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.global_batch import ALONE, Replicas, gathering, refuse_empty
+from shoal.comm.global_batch import ALONE, Replicas, gathering, refuse_absent, refuse_empty
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.data.loader import Microbatch, StepBatch
 from shoal.engine.batches.empty import Filler
 from shoal.engine.hooks import Hooks
 from shoal.engine.objective import Objective, kind_of
+from shoal.engine.piggyback import RoundLosses
 from shoal.parallel import batchnorm
 from shoal.parallel.data import Reduction
+from shoal.parallel.logical import LogicalReduction
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey
 from shoal.schedules.schedule import Schedule
@@ -52,16 +54,38 @@ class Passes:
     schedule_for: Callable[[int], Schedule] | None = None
     """The schedule of a pipeline's step of so many microbatches; None without a pipeline."""
 
-    def accumulate(
-        self, batch: StepBatch, *, step: int, scale: float = 1.0, reduce: bool = True
-    ) -> torch.Tensor | float:
-        """Run this replica's microbatches and leave the reduced gradient in ``.grad``; the local share of the loss is returned.
+    def accumulate(self, batch: StepBatch, *, step: int, scale: float = 1.0, reduce: bool = True) -> RoundLosses:
+        """Run this replica's microbatches and leave the reduced gradient in ``.grad``; returns the local share of the loss.
 
-        With ``reduce=False`` gradients are this replica's own, for torch's hooks to look at, and no hook of ours is called: so a
-        gradient that is not finite is traced to its rank.
+        That of every round, where replicas are absent. With ``reduce=False`` gradients are this replica's own, for torch's hooks
+        to look at, and no hook of ours is called: so a gradient that is not finite is traced to its rank.
         """
-        objective = self.wrapped if reduce else self.objective
         total = self.total_weight(batch)
+        if not self.mesh.has_absent:
+            return (self._accumulate(batch, total, step=step, scale=scale, reduce=reduce),)
+        assert isinstance(self.reduction, LogicalReduction), "it is built for the mesh"
+        losses: list[torch.Tensor | float | None] = []
+        for number, part in enumerate(batch.rounds):
+            # One without a share in this round goes along where forward passes wait for every replica.
+            runs = part is not None or self.filler.microbatch is not None
+            loss = (
+                0.0
+                if not runs
+                else self._accumulate(
+                    part or replace(batch, microbatches=()), total, step=step, scale=scale, reduce=reduce
+                )
+            )
+            losses.append(None if part is None else loss)
+            self.objective.metrics.end_round()
+            if reduce:
+                self.enter("wait: gradients of the other ranks", step)
+                self.reduction.end_round(is_empty=part is None, is_last=number == len(batch.later))
+        return tuple(losses)
+
+    def _accumulate(
+        self, batch: StepBatch, total: float, *, step: int, scale: float, reduce: bool
+    ) -> torch.Tensor | float:
+        objective = self.wrapped if reduce else self.objective
         microbatches: Sequence[Microbatch | None] = self.filler.fill(batch) or (None,)
         if self.runtime is not None:
             with nullcontext() if reduce else self.reduction.local():
@@ -69,6 +93,8 @@ class Passes:
         local_loss: torch.Tensor | float = 0.0
         last = len(microbatches) - 1
         replicas = refuse_empty(self.replicas, num_samples=batch.num_samples)
+        if self.mesh.has_absent:
+            replicas = refuse_absent(self.mesh.num_logical, self.mesh.degree(Axis.DATA))
         for index, microbatch in enumerate(microbatches):
             self.enter("forward", step)
             if microbatch is not None:
@@ -132,7 +158,8 @@ class Passes:
         """Items of the global batch, over which its loss is the mean."""
         if batch.total_weight is not None:
             return batch.total_weight
-        weight = torch.tensor([batch.local_weight], dtype=torch.float64, device=self.objective.device)
+        own = sum(part.local_weight for part in batch.rounds if part is not None)
+        weight = torch.tensor([own], dtype=torch.float64, device=self.objective.device)
         return max(1.0, float(self.mesh.channel(Axis.DATA).all_reduce_(weight)))
 
     def enter(self, phase: str, step: int) -> None:

@@ -8,10 +8,13 @@ small step a millisecond. Elsewhere they are one small all-reduce after the last
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.carry import NOTHING, sum_rounds
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.engine.stop import StopRequest
 
+RoundLosses = tuple[Tensor | float | None, ...]
+"""A rank's share of a step's loss, in every round of the step; None in a round that left it nothing to compute."""
 NUM_SCALARS = 2
 """This rank's share of the loss, and its request to stop."""
 
@@ -49,26 +52,30 @@ class StepScalars:
         scalars = torch.stack((loss.detach(), loss.new_tensor(float(self.stop.is_requested)))).to(self.carrier.dtype)
         return loss + (self.carrier * scalars).sum()
 
-    def reduce(self, local_loss: Tensor | float, *, scale: float) -> float:
+    def reduce(self, local_losses: RoundLosses, *, scale: float) -> float:
         """The loss over all ranks, after the gradients were summed; all ranks learn here whether one of them asks to stop.
 
         Args:
-            local_loss: this rank's share of it.
+            local_losses: this rank's share of it, in every round.
             scale: what the loss was multiplied by for the backward pass.
         """
         if self.carrier is not None and self.carrier.grad is not None:
             loss, requests = (self.carrier.grad / scale).tolist()
+        elif self._mesh.everyone.size == 1 and len(local_losses) == 1:
+            loss, requests = self._told(local_losses[0]), float(self.stop.is_requested)
         else:
-            # Tensor-parallel ranks all have the loss of their replica: one of them tells it.
-            told = float(local_loss) if self._mesh.coordinate(Axis.TENSOR) == 0 else 0.0
-            scalars = torch.tensor([told, float(self.stop.is_requested)], dtype=self._dtype, device=self._device)
-            if self._mesh.everyone.size == 1:
-                loss, requests = told, float(self.stop.is_requested)
-            else:
-                loss, requests = self._mesh.everyone.all_reduce_(scalars).tolist()
+            told = [[self._told(local_loss), float(self.stop.is_requested)] for local_loss in local_losses]
+            scalars = [torch.tensor(numbers, dtype=self._dtype, device=self._device) for numbers in told]
+            loss, requests = sum_rounds(scalars, self._mesh.everyone).tolist()
         if self._mesh.has(Axis.ISLAND):
             # Other islands must stop after the same step: they are told of it when islands meet.
             self.stop.is_pending = self.stop.is_pending or requests > 0
         else:
             self.stop.agree(any_rank=requests > 0)
         return float(loss)
+
+    def _told(self, local_loss: Tensor | float | None) -> float:
+        """What this rank adds to the loss. Tensor-parallel ranks all have that of their replica: one of them tells it."""
+        if local_loss is None:
+            return NOTHING
+        return float(local_loss) if self._mesh.coordinate(Axis.TENSOR) == 0 else 0.0

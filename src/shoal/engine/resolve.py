@@ -82,12 +82,16 @@ def resolve_alone(
     world_size: int,
     num_samples: int,
     tokens_per_sample: int,
+    num_logical: int = 0,
 ) -> RunSetup:
     """The setup of a run: what was decided before, or, where a script starts it without a launcher, what its plan comes to here.
 
     Raises:
         RequestError: the plan does not fit so many processes, or the data, or it is another than that of the setup.
     """
+    decided = plan if setup is None else setup.plan
+    if num_logical and decided is not None:
+        world_size = decided.world_size  # Some are absent, and it is none the less the run's plan.
     if setup is not None and plan is None:
         setup.plan.check(world_size=world_size)
         return setup
@@ -101,6 +105,40 @@ def resolve_alone(
             f"setup= has the plan '{setup.plan}' and plan= is '{found.plan}'; give one of them, or the same plan in both"
         )
     return setup or found
+
+
+def present_plan(plan: Plan, *, world_size: int, num_logical: int) -> Plan:
+    """How the processes that are present are laid out: as the plan says, with as many replicas as there are.
+
+    Raises:
+        RequestError: this plan cannot do without one of its replicas.
+    """
+    if not num_logical:
+        return plan
+    refuse_absent_replicas(plan)
+    present = world_size // plan.ranks_per_replica
+    # One that is left alone has nobody to share its state out to.
+    return replace(plan, dp=present, zero=plan.zero if present > 1 else 0)
+
+
+def refuse_absent_replicas(plan: Plan) -> None:
+    """Refuse a plan whose replicas cannot compute the shares of absent ones.
+
+    Raises:
+        RequestError: says which part of the plan, and what to do.
+    """
+    reasons = {
+        f"sync={plan.sync}": plan.with_islands.islands > 1,
+        f"compress={plan.compress}": plan.compress is not None,
+        f"pp={plan.pp}": plan.pp > 1,
+        f"ps={plan.ps}": bool(plan.ps),
+    }
+    for what, is_asked in reasons.items():
+        if is_asked:
+            raise RequestError(
+                f"plan {str(plan)!r}: the replicas that are left cannot compute the shares of absent ones under {what}; leave it "
+                "out, or set elastic.mode=restart"
+            )
 
 
 def choose_plan(recipe_plan: str, *, plan_text: str | None, num_processes: int | None) -> Plan:

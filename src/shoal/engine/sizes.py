@@ -88,8 +88,13 @@ class RankPreview:
             precision=precision,
         )
 
-    def state_bytes(self, optim: OptimConfig, compression: CompressionConfig | None = None) -> StateBytes:
-        """What this rank keeps of trained parameters from step to step, and what it works with."""
+    def state_bytes(
+        self, optim: OptimConfig, compression: CompressionConfig | None = None, *, overlaps: bool = False
+    ) -> StateBytes:
+        """What this rank keeps of trained parameters from step to step, and what it works with.
+
+        ``overlaps`` says that replicas are on several hosts, where units are on their way while others compute.
+        """
         plan, compress = self.plan, None
         if plan.compress is not None and plan.islands == 1:
             compress = CompressRule.parse(plan.compress), compression or CompressionConfig()
@@ -107,6 +112,7 @@ class RankPreview:
             else 0,
             compress=compress,
             has_masters=compression is not None and compression.weights != "none",
+            overlaps=overlaps,
         )
 
     def activation_bytes(self, loss: Loss, microbatch: Microbatch, *, has_piggyback: bool = False) -> int:

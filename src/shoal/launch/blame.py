@@ -22,7 +22,7 @@ from shoal.telemetry.statusboard import FinalStatus
 EXIT_INTERRUPTED = 3
 """The exit code of a rank that was asked to stop and did so in an orderly way."""
 
-CulpritKind = Literal["signal", "exception", "exit", "hang"]
+CulpritKind = Literal["signal", "exception", "exit", "hang", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class RankEnd:
     """The last lines it wrote to its standard error."""
     log: str = ""
     """The file with all of its output."""
+    host: str = ""
+    """Where it ran, where there are several."""
 
     @property
     def was_ended_by_us(self) -> bool:
@@ -90,6 +92,8 @@ class Culprit:
     log: str = ""
     others: tuple[str, ...] = ()
     """One line for each other rank: where it was, and how it ended."""
+    host: str = ""
+    """Where it ran, where there are several."""
 
     @property
     def can_restart(self) -> bool:
@@ -148,7 +152,7 @@ def _accuse(end: RankEnd, ends: Sequence[RankEnd], *, hang: Hang | None, oom_kil
     number: int | None = None
     kind: CulpritKind
     if hang is not None:
-        kind, cause = "hang", hang.reason
+        kind, cause = "host" if hang.is_host else "hang", hang.reason
     elif report is not None:
         kind, cause = "exception", _exception_line(report)
     elif code is not None and code < 0:
@@ -171,6 +175,7 @@ def _accuse(end: RankEnd, ends: Sequence[RankEnd], *, hang: Hang | None, oom_kil
         oom_kills=oom_kills,
         log=end.log,
         others=tuple(_other_line(other) for other in ends if other.rank != end.rank),
+        host=end.host,
     )
 
 
@@ -185,11 +190,8 @@ def _left_line(end: RankEnd) -> str:
 
 
 def _other_line(end: RankEnd) -> str:
-    where = (
-        f"rank {end.rank} was at step {end.step} in phase {end.phase!r}"
-        if end.phase
-        else f"rank {end.rank} was starting"
-    )
+    name = f"rank {end.rank} on {end.host}" if end.host else f"rank {end.rank}"
+    where = f"{name} was at step {end.step} in phase {end.phase!r}" if end.phase else f"{name} was starting"
     if end.was_ended_by_us:
         return f"{where} and was stopped"
     if end.report is not None:

@@ -18,3 +18,6 @@ class ProcessConfig(Config):
     """Seconds that a rank has from its start to its first sign of life."""
     stop_grace: float = Field(default=60.0, gt=0)
     """Seconds that ranks have to finish the step and write a checkpoint after Ctrl-C or SIGTERM, before they are killed."""
+    lease_seconds: float = Field(default=10.0, gt=0)
+    """With several hosts: seconds of silence after which a host counts as gone, and after which a host without its coordinator
+    ends its ranks."""

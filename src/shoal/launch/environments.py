@@ -8,7 +8,7 @@ Shoal's supervisor gives is named ``SHOAL_*``.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.core.errors import RequestError
@@ -108,14 +108,21 @@ def process_environment(*, threads: int, run_dir: Path | None = None, run_id: st
     return values
 
 
-def rank_environment(*, rank: int, num_ranks: int) -> dict[str, str]:
-    """The variables that tell a rank its place among the others on this machine."""
+def rank_environment(*, rank: int, num_ranks: int, local_ranks: Sequence[int] = ()) -> dict[str, str]:
+    """The variables that tell a rank its place among the others.
+
+    Args:
+        rank: its number in the run.
+        num_ranks: of the run.
+        local_ranks: those on its host, where others are elsewhere.
+    """
+    local = list(local_ranks or range(num_ranks))
     world_size = str(num_ranks)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(local.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(local)),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_RANK": str(rank),

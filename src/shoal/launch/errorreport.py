@@ -7,6 +7,7 @@ exits; the supervisor reads it afterwards and decides whose failure came first.
 import json
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,15 @@ def read_report(run_dir: Path, rank: int) -> ErrorReport | None:
     return _from_values(values, rank) if isinstance(values, dict) else None
 
 
-def clear_reports(run_dir: Path) -> None:
-    """Remove the reports of an earlier generation, so that nobody is blamed for what happened before."""
-    for path in RunDir(run_dir).errors.glob("rank-*"):
+def clear_reports(run_dir: Path, ranks: Sequence[int] | None = None) -> None:
+    """Remove the reports of an earlier generation, so that nobody is blamed for what happened before.
+
+    Args:
+        run_dir: the run directory.
+        ranks: whose reports; left out, those of all.
+    """
+    run = RunDir(run_dir)
+    for path in run.errors.glob("rank-*") if ranks is None else map(run.error, ranks):
         path.unlink(missing_ok=True)
 
 

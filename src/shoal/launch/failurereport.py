@@ -4,7 +4,7 @@ import signal
 
 from shoal.core.errors import EXIT_WRONG_REQUEST
 from shoal.core.units import format_bytes
-from shoal.launch.blame import Culprit
+from shoal.launch.blame import Culprit, name_signal
 from shoal.launch.procfs import total_memory_bytes
 
 _STACK_MARK = "(most recent call first)"
@@ -15,7 +15,18 @@ _CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal
 def headline(culprit: Culprit) -> str:
     """``rank 1 failed at step 12 in phase 'backward': killed by signal 9 (SIGKILL)``."""
     where = f"at step {culprit.step} in phase {culprit.phase!r}" if culprit.phase else "before its first phase"
-    return f"rank {culprit.rank} failed {where}: {culprit.cause}"
+    on_host = f" on host {culprit.host}" if culprit.host else ""
+    return f"rank {culprit.rank}{on_host} failed {where}: {culprit.cause}"
+
+
+def say_stopping(number: int, grace: float, *, has_ranks: bool) -> str:
+    """What is shown when a signal asks a run to stop."""
+    if not has_ranks:
+        return f"{name_signal(number)}: stopping before a rank was started"
+    return (
+        f"{name_signal(number)}: finishing the step and writing a checkpoint, for at most {grace:g} s; "
+        "another Ctrl-C stops at once"
+    )
 
 
 def describe(culprit: Culprit, *, debug: bool = False, can_resume: bool = True) -> str:
@@ -44,6 +55,11 @@ def advice(culprit: Culprit, *, can_resume: bool = True) -> list[str]:
         lines += _signal_advice(culprit)
     elif culprit.kind == "hang":
         lines += _hang_advice(culprit)
+    elif culprit.kind == "host":
+        lines.append(
+            f"see whether {culprit.host} is up and can be reached (`shoal doctor --hosts ...` tries every pair); where the "
+            "network pauses for longer, raise elastic.lease_seconds"
+        )
     elif culprit.kind == "exit":
         lines.append(
             "it ended without saying why: something called exit (look for os._exit in the model, the data and what they import), "

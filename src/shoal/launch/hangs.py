@@ -5,6 +5,7 @@ endless loop has a fine heartbeat, and a rank that waits for it is healthy too.
 remembers since when.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ class Hang:
 
     rank: int
     reason: str
+    is_host: bool = False
+    """True where the whole host of the rank is gone, or cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +57,11 @@ class HangWatch:
 
     Args:
         config: the deadlines.
+        finds_stalls: False where processes that are not watched here may be what these wait for.
     """
 
-    def __init__(self, config: ProcessConfig) -> None:
-        self._config = config
+    def __init__(self, config: ProcessConfig, *, finds_stalls: bool = True) -> None:
+        self._config = config if finds_stalls else config.model_copy(update={"collective_deadline": math.inf})
         self._seen: dict[int, tuple[int, int, float, float]] = {}
         """By rank: process, phases entered, when it was first seen and when it last got anywhere."""
         self._looked = self._awake_since = time.monotonic()

@@ -14,99 +14,51 @@ status board, and it never waits for a single rank. What it does changes in four
 """
 
 import contextlib
-import itertools
 import os
-import shutil
 import signal
-import sys
-import tempfile
+import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from pathlib import Path
-from typing import TextIO
 
+from shoal.comm.store.file import StoreFile
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.core.events import RankFailed
 from shoal.core.rundir import RunDir
 from shoal.launch import forkclient
-from shoal.launch.blame import GenerationEnd, Outcome, RankEnd, judge, name_signal
-from shoal.launch.config import ProcessConfig
-from shoal.launch.environments import inherited, process_environment, rank_environment
+from shoal.launch.blame import GenerationEnd, Outcome, RankEnd, blame
 from shoal.launch.errorreport import clear_reports, read_report
-from shoal.launch.failurereport import headline
+from shoal.launch.failurereport import say_stopping
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
+from shoal.launch.group.elastic import ElasticGroup, Group
+from shoal.launch.group.generations import run_generations
+from shoal.launch.group.request import LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member, is_waiting
 from shoal.launch.output import Log, RankStream
 from shoal.launch.process import Process, Streams
 from shoal.launch.procfs import catches_signal, count_oom_kills, process_state, resident_bytes
-from shoal.launch.supervisor import KILL_SECONDS, Command, SignalInbox, Supervisor
-from shoal.telemetry.display import Display
+from shoal.launch.supervisor import (
+    KILL_SECONDS,
+    ORDER_FAIL,
+    ORDER_STACKS,
+    ORDERS,
+    SignalInbox,
+    Supervisor,
+)
 from shoal.telemetry.eventlog import append_event
-from shoal.telemetry.statusboard import StatusBoard
+from shoal.telemetry.statusboard import StatusBoard, StatusReading
 
 COLLECT_S = 1.0
 """How long the others may still report after one rank has failed."""
 STACK_SIGNAL = signal.SIGUSR1
 """Sent to ranks when one hangs; a worker registers ``faulthandler`` for it and so prints where it is."""
 _LOOK_EVERY_S = 0.2
+_HEAR_EVERY_S = 0.02
+"""How often what the ranks of an elastic group say is heard."""
 _READ_BYTES = 64 * 1024
 _DRAIN_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """A group of local ranks to run to their end."""
-
-    argv: Sequence[str] = ()
-    """The worker's command, the same for every rank; what differs is in its environment. Left out where a module is given."""
-    module: str = ""
-    """Whose ``main`` is the worker. Ranks are then forked from one process that has imported it."""
-    arguments: Sequence[str] = ()
-    """Of the module."""
-    shared: Sequence[str] = ()
-    """``module:function`` and its arguments: called once, before ranks are forked, for what they share in memory."""
-    num_ranks: int
-    run_dir: Path
-    run_id: str
-    display: Display
-    """Closed by the supervisor, so that what is printed afterwards stays last."""
-    output: TextIO | None = None
-    """Where the ranks' standard output goes; left out, to the display with everything else."""
-    config: ProcessConfig = field(default_factory=ProcessConfig)
-    last_step: int = 0
-    """That the ranks are to reach, for messages; 0 when unknown."""
-    threads: int = 1
-    """Compute threads per rank."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables to add to, or to put over, those that the supervisor sets."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What all ranks have in common."""
-        values = process_environment(threads=self.threads, run_dir=self.run_dir, run_id=self.run_id)
-        restarts = {"TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts)}
-        return {**inherited(), **values, **restarts, **self.env}
-
-    def command(self, rank: int, *, generation: int, board: StatusBoard, store: "StoreFile") -> Command:
-        """What one rank runs."""
-        values = {
-            **rank_environment(rank=rank, num_ranks=self.num_ranks),
-            "TORCHELASTIC_RESTART_COUNT": str(generation),
-            "SHOAL_GENERATION": str(generation),
-            "SHOAL_BOARD_FD": str(board.fd),
-            "SHOAL_STORE": store.path,
-        }
-        return Command(
-            name=f"rank {rank}",
-            argv=self.argv,
-            module=self.module,
-            arguments=self.arguments,
-            environment={**values, **self.env},
-        )
 
 
 def supervise(request: LaunchRequest) -> Outcome:
@@ -118,61 +70,14 @@ def supervise(request: LaunchRequest) -> Outcome:
     Raises:
         RunError: a rank could not be started, or this is not the main thread.
     """
-    is_worth_it = request.module and request.num_ranks >= forkclient.FEWEST_TO_FORK
-    client = ForkClient([request.module, PRELOAD_OPTIMIZER] if is_worth_it else [], request.environment)
-    with SignalInbox() as inbox, contextlib.closing(client):
-        try:
-            for number in itertools.count():
-                outcome = judge(_Generation(request, number, inbox, client).run(), restarts=number)
-                culprit = outcome.culprit
-                if culprit is None:
-                    return outcome
-                restarting = outcome.status == "failed" and culprit.can_restart and number < request.config.max_restarts
-                failed = RankFailed(
-                    culprit_rank=culprit.rank,
-                    step=culprit.step,
-                    phase=culprit.phase,
-                    cause=culprit.cause,
-                    generation=number,
-                    restarting=restarting,
-                )
-                append_event(RunDir(request.run_dir).supervisor_events, failed, rank=None)
-                if not restarting:
-                    return outcome
-                left = request.config.max_restarts - number - 1
-                request.display.message(
-                    f"{headline(culprit)}\nstarting all ranks again from the newest checkpoint; {left} restarts left"
-                )
-            raise AssertionError("generations are counted without end")
-        finally:
-            request.display.close()
+    with SignalInbox() as inbox, contextlib.closing(fork_client(request)) as client:
+        return run_generations(request, lambda number: Generation(request, number, inbox, client).run())
 
 
-class StoreFile:
-    """The file in which the ranks of one generation meet (torch's ``FileStore``), for this user alone.
-
-    On Linux it has no name: the ranks inherit its descriptor, and nothing is left when they are gone, however they ended.
-    Elsewhere it lies in a folder that only this user can enter, until ``close``.
-    """
-
-    def __init__(self) -> None:
-        self.descriptors: tuple[int, ...] = ()
-        """What a rank has to inherit."""
-        self._folder = ""
-        if sys.platform == "linux":
-            self.descriptors = (os.memfd_create("shoal-store"),)
-            self.path = f"/proc/self/fd/{self.descriptors[0]}"
-        else:
-            self._folder = tempfile.mkdtemp(prefix="shoal-store-")
-            self.path = os.path.join(self._folder, "store")
-
-    def close(self) -> None:
-        """Let go of it; ranks that run keep what they inherited. May be called twice."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = ()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+def fork_client(request: LaunchRequest) -> ForkClient:
+    """What forks the ranks of a request on this host, where there are enough of them to be worth it."""
+    is_worth_it = request.module and len(request.local_ranks) >= forkclient.FEWEST_TO_FORK
+    return ForkClient([request.module, PRELOAD_OPTIMIZER] if is_worth_it else [], request.environment)
 
 
 class _Rank:
@@ -205,8 +110,8 @@ class _Mode(IntEnum):
     KILLING = 3
 
 
-class _Generation:
-    """The ranks of one start. ``run`` returns when none of them is left."""
+class Generation:
+    """The ranks of one start on this host. ``run`` returns when none of them is left."""
 
     def __init__(self, request: LaunchRequest, number: int, inbox: SignalInbox, client: ForkClient) -> None:
         self._request = request
@@ -219,13 +124,36 @@ class _Generation:
         self._deadline: Deadline | None = None
         self._stop_signal: int | None = None
         self._hang: Hang | None = None
-        self._watch = HangWatch(request.config)
+        # Where ranks are on other hosts too, they may be what these wait for: only who sees all can tell who stands still.
+        self._sees_all = len(request.local_ranks) == request.num_ranks
+        self._watch = HangWatch(request.config, finds_stalls=self._sees_all)
         self._looked_at = time.monotonic()
         self._oom_kills = count_oom_kills()
-        self._board = StatusBoard.create(request.num_ranks)
+        self._group = self._build_group()
         self._store = StoreFile()
+        self._board = StatusBoard.create(request.num_ranks if self._group is None else self._group.control.num_slots)
+        control = () if self._group is None else (self._group.control.fd,)
+        self._absolved: list[RankEnd] = []
+        """Ends of ranks whose group went on, or tried to."""
+        self._causes: dict[int, str] = {}
+        """Why ranks are ended whose group goes on."""
         self._supervisor = Supervisor(
-            client, environment=request.environment, descriptors=(self._board.fd, *self._store.descriptors)
+            client,
+            environment=request.environment,
+            descriptors=(self._board.fd, *self._store.descriptors, *control, *request.descriptors),
+        )
+
+    def _build_group(self) -> Group | None:
+        if self._request.build_group is not None:
+            return self._request.build_group()
+        if self._request.build_policy is None:
+            return None
+        events = RunDir(self._request.run_dir).supervisor_events
+        return ElasticGroup(
+            self._request.build_policy(()),
+            report=lambda event: append_event(events, event, rank=None),
+            tell=self._display.message,
+            host=socket.gethostname(),
         )
 
     def run(self) -> GenerationEnd:
@@ -235,12 +163,12 @@ class _Generation:
             RunError: a rank could not be started; those that were have been killed.
         """
         try:
-            clear_reports(self._request.run_dir)
+            clear_reports(self._request.run_dir, self._request.local_ranks)
             self._start()
             self._supervisor.watch(self._inbox, self._take_signals)
-            while self._supervisor.running and not self._is_given_up():
+            while (self._supervisor.running or self._may_start_more()) and not self._is_given_up():
                 self._turn()
-            self._display.update(self._board.read())
+            self._display.update(self._shown())
             return self._describe_end()
         finally:
             self._close()
@@ -264,13 +192,29 @@ class _Generation:
         if self._client.problem and self._number == 0:
             problem = self._client.problem
             self._display.message(f"ranks are started one by one; the process to fork them from failed: {problem}")
-        for rank in range(self._request.num_ranks):
-            started = self._start_rank(rank)
-            self._ranks.append(started)
-            started.log.write([f"--- rank {rank}, generation {self._number}, pid {started.process.pid} ---".encode()])
-            for fd, stream in started.streams.items():
-                self._supervisor.watch(fd, partial(self._read, fd, stream))
+        if self._group is not None:
+            self._start_members(self._group)
+        else:
+            for rank in self._request.local_ranks:
+                self._begin_rank(rank)
         self._client.release()
+
+    def _may_start_more(self) -> bool:
+        """Whether somebody elsewhere may want a process started here though none runs."""
+        return self._group is not None and self._mode is _Mode.RUNNING and self._group.may_start_more
+
+    def _start_members(self, group: Group) -> None:
+        for start in group.take_starts():
+            self._begin_rank(start.slot, group.environment(start))
+
+    def _begin_rank(self, rank: int, member: Mapping[str, str] | None = None) -> None:
+        started = self._start_rank(rank, member)
+        # A member of an elastic group takes the place of the one before in its slot.
+        place = next((place for place, other in enumerate(self._ranks) if other.rank == rank), len(self._ranks))
+        self._ranks[place : place + 1] = [started]
+        started.log.write([f"--- rank {rank}, generation {self._number}, pid {started.process.pid} ---".encode()])
+        for fd, stream in started.streams.items():
+            self._supervisor.watch(fd, partial(self._read, fd, stream))
 
     def _await_server(self) -> bool:
         """Wait until ranks can be forked, or must be started without; False when a signal asks to stop before that."""
@@ -280,8 +224,10 @@ class _Generation:
                 return False
         return True
 
-    def _start_rank(self, rank: int) -> _Rank:
-        command = self._request.command(rank, generation=self._number, board=self._board, store=self._store)
+    def _start_rank(self, rank: int, member: Mapping[str, str] | None) -> _Rank:
+        command = self._request.command(
+            rank, generation=self._number, board=self._board, store=self._store, member=member
+        )
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             log = Log(RunDir(self._request.run_dir).log(rank))
             ours.callback(log.close)
@@ -306,12 +252,14 @@ class _Generation:
         return True
 
     def _turn(self) -> None:
-        ended = self._supervisor.turn(
-            _LOOK_EVERY_S if self._deadline is None else min(_LOOK_EVERY_S, self._deadline.remaining)
-        )
+        most = _LOOK_EVERY_S if self._group is None else _HEAR_EVERY_S
+        ended = self._supervisor.turn(most if self._deadline is None else min(most, self._deadline.remaining))
         for rank in self._ranks:
             if rank.process in ended:
                 self._notice_end(rank)
+        if self._group is not None and self._mode is _Mode.RUNNING:
+            self._group.look()
+            self._follow(self._group)
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             self._look()
         if self._deadline is not None and self._deadline.is_over and self._mode < _Mode.KILLING:
@@ -352,6 +300,10 @@ class _Generation:
         rank.close()
         end = self._describe_rank(rank)
         code = end.exit_code
+        if self._request.on_end is not None:
+            self._request.on_end(end)
+        if self._group is not None and self._mode < _Mode.FAILING and self._goes_on(self._group, rank, end):
+            return
         if end.is_complete or self._mode >= _Mode.FAILING:
             return
         if end.is_orderly:
@@ -363,12 +315,46 @@ class _Generation:
                 self._ask_for_stacks([other for other in self._ranks if self._is_absent(other)])
             self._enter(_Mode.FAILING, COLLECT_S)
 
+    def _goes_on(self, group: Group, rank: _Rank, end: RankEnd) -> bool:
+        """Whether the group goes on after the end of a rank, which has been told of it."""
+        if end.is_complete:
+            group.finish()
+        if end.is_orderly and not any(one.process.is_running for one in self._ranks if one.rank in group.present):
+            self._kill_all()  # Spares, those who were about to join; and one that died after all was done.
+        if end.is_complete:
+            return True
+        is_hopeless = end.report is not None and end.report.exit in ("request", "final")
+        if group.is_over or self._mode is not _Mode.RUNNING or end.is_orderly or is_hopeless:
+            return group.is_over
+        found = blame([replace(end, rank=0)])
+        cause = self._causes.pop(rank.rank, None) or (found.cause if found is not None else "it was ended")
+        where = f" at step {end.step} in phase {end.phase!r}" if end.phase else ""
+        self._display.message(f"lost rank {rank.rank} on {group.host}{where}: {cause}")
+        # One that hung was killed by us, and is to blame none the less.
+        self._absolved.append(replace(end, signals_sent=frozenset()))
+        group.lost(rank.rank, cause.splitlines()[0] if cause else "it ended")
+        self._follow(group)
+        return group.gave_up is None
+
+    def _follow(self, group: Group) -> None:
+        """Do what the group's policy wants."""
+        for slot, reason in group.take_ends():
+            self._causes[slot] = reason
+            self._supervisor.kill([one.process for one in self._ranks if one.rank == slot])
+        self._start_members(group)
+        if group.gave_up is not None and self._mode is _Mode.RUNNING:
+            self._display.message(f"the run cannot go on: {group.gave_up}")
+            self._kill_all()
+
     def _enter(self, mode: _Mode, seconds: float) -> None:
         if mode > self._mode:
             self._mode, self._deadline = mode, Deadline(seconds=seconds)
 
     def _take_signals(self) -> None:
         for number in self._inbox.take():
+            if number in ORDERS:
+                self._obey(number)
+                continue
             self._stop_signal = self._stop_signal or number
             if self._mode is _Mode.RUNNING:
                 self._stop(number)
@@ -376,14 +362,20 @@ class _Generation:
                 self._display.message("stopping at once")
                 self._kill_all()
 
+    def _obey(self, order: int) -> None:
+        """Do what the coordinator of several hosts has ordered."""
+        everyone = self._ranks
+        if order == ORDER_STACKS:
+            self._ask_for_stacks(everyone)
+        elif order == ORDER_FAIL:
+            self._enter(_Mode.FAILING, COLLECT_S)
+        elif self._mode < _Mode.KILLING:
+            self._kill_all()
+
     def _stop(self, number: int) -> None:
         grace = self._request.config.stop_grace
-        self._display.message(
-            f"{name_signal(number)}: finishing the step and writing a checkpoint, for at most {grace:g} s; "
-            "another Ctrl-C stops at once"
-            if self._ranks
-            else f"{name_signal(number)}: stopping before a rank was started"
-        )
+        if self._sees_all:
+            self._display.message(say_stopping(number, grace, has_ranks=bool(self._ranks)))
         self._enter(_Mode.STOPPING, grace)
         for process in self._supervisor.running:
             process.send(signal.SIGTERM)
@@ -398,18 +390,32 @@ class _Generation:
             if rank.process.is_running:
                 rank.resident_bytes = resident_bytes(rank.process.pid) or rank.resident_bytes
         states = self._board.read()
-        self._display.update(states)
+        self._display.update(self._shown())
         members = [
             Member(state=states[rank.rank], pid=rank.process.pid, is_running=rank.process.is_running)
             for rank in self._ranks
+            if self._group is None or rank.process.is_running
         ]
         hang = self._watch.look(members, now=now)
         if hang is None or self._mode is not _Mode.RUNNING:
             return
-        is_stopped = process_state(self._ranks[hang.rank].process.pid) in ("T", "t")
+        accused = next(rank for rank in self._ranks if rank.rank == hang.rank)
+        if self._group is not None:
+            self._causes[hang.rank] = f"it hung: {hang.reason}"
+            self._supervisor.kill([accused.process])
+            return
+        is_stopped = process_state(accused.process.pid) in ("T", "t")
         self._hang = Hang(rank=hang.rank, reason=f"{hang.reason}, the process is stopped") if is_stopped else hang
         self._ask_for_stacks(self._ranks)
         self._enter(_Mode.FAILING, COLLECT_S)
+
+    def _shown(self) -> Sequence[StatusReading]:
+        """The state of the ranks for the display, which looks at the first one most of all."""
+        states = self._board.read()
+        # One of several hosts shows all that it has, by their numbers.
+        if self._group is None or self._request.build_group is not None:
+            return states
+        return [states[slot] for slot in self._group.present]
 
     def _ask_for_stacks(self, ranks: Sequence[_Rank]) -> None:
         for rank in ranks:
@@ -425,12 +431,24 @@ class _Generation:
 
     def _describe_end(self) -> GenerationEnd:
         killed_now = count_oom_kills()
+        ends = [self._describe_rank(rank) for rank in self._ranks]
+        if self._group is not None:
+            ends = self._ends_of_group(self._group, ends)
         return GenerationEnd(
-            ends=[self._describe_rank(rank) for rank in self._ranks],
+            ends=ends,
             stop_signal=self._stop_signal,
             hang=self._hang,
             oom_kills=killed_now - self._oom_kills if killed_now is not None and self._oom_kills is not None else 0,
         )
+
+    def _ends_of_group(self, group: Group, ends: list[RankEnd]) -> list[RankEnd]:
+        """The ends that a run is judged by: of those who took part at last; where it could not go on, of the last one lost."""
+        by_slot = {end.rank: end for end in ends}
+        last = [by_slot[slot] for slot in group.present if slot in by_slot]
+        if group.is_over:
+            return [end for end in last if end.is_complete]
+        lost = self._absolved[-1:] if group.gave_up is not None else []
+        return [*lost, *(end for end in last if end.rank not in {one.rank for one in lost})]
 
     def _describe_rank(self, rank: _Rank) -> RankEnd:
         state = self._board.of_rank(rank.rank).read()
@@ -456,6 +474,8 @@ class _Generation:
         self._supervisor.close()
         for rank in self._ranks:
             rank.close()
+        if self._group is not None:
+            self._group.close()
         self._board.close()
         self._store.close()
 

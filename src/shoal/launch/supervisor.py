@@ -12,6 +12,7 @@ once, and ends them without leftovers. Policy is the caller's: who is to blame (
 An event loop of another kind watches ``fileno`` and calls ``turn(0)`` when it can be read.
 """
 
+import contextlib
 import selectors
 import signal
 import socket
@@ -30,6 +31,9 @@ from shoal.launch.process import Process, Streams, start_program
 
 KILL_SECONDS = 10.0
 """How long the kernel may take to end what was killed."""
+ORDER_FAIL, ORDER_KILL, ORDER_STACKS = 200, 201, 202
+ORDERS = frozenset({ORDER_FAIL, ORDER_KILL, ORDER_STACKS})
+"""What an inbox takes beside signals: ranks elsewhere have failed, kill all ranks, let them say where they are."""
 _LOOK_SECONDS = 0.005
 
 
@@ -204,10 +208,15 @@ class SignalInbox:
         """What a selector watches."""
         return self._reader.fileno()
 
+    def post(self, number: int) -> None:
+        """Put in a signal, or an order, as if it had been sent to this process. From any thread."""
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes([number]))
+
     def take(self) -> list[int]:
-        """The signals that came since the last call, in order; those that are none of ours are left out."""
+        """The signals and orders that came since the last call, in order; those that are none of ours are left out."""
         try:
-            return [number for number in self._reader.recv(4096) if number in self._previous]
+            return [number for number in self._reader.recv(4096) if number in self._previous or number in ORDERS]
         except BlockingIOError:
             return []
 

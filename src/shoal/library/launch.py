@@ -21,7 +21,8 @@ from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.blame import Outcome
 from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import describe, headline
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.launch.runlock import read_holder, release_lock, take_lock
 from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary

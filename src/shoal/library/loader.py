@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shoal.comm.world import World
 from shoal.data.loader import StepBatch
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source
@@ -53,8 +54,8 @@ class RunLoader(StepLoader):
         global_batch: samples per step, over all replicas.
         seed: of the order.
         options: how samples are ordered, made to batches and loaded.
-        replica: this replica's number.
-        num_replicas: how many there are.
+        world: the processes.
+        place: this replica's number, and how many there are.
         is_stopping: True when the run was asked to stop.
         begin: called before the place is told, because a checkpoint may have another.
         between: called between two steps, before the next batch is read.
@@ -68,17 +69,18 @@ class RunLoader(StepLoader):
         global_batch: int,
         seed: int,
         options: LoaderOptions,
-        replica: int,
-        num_replicas: int,
+        world: World,
+        place: tuple[int, int],
         is_stopping: Callable[[], bool],
         begin: Callable[[], None],
         between: Callable[[], None],
     ) -> None:
         self._is_stopping, self._begin, self._between = is_stopping, begin, between
         self.resolved = resolved
-        super().__init__(dataset, global_batch=global_batch, seed=seed, options=options)
+        super().__init__(dataset, global_batch=global_batch, seed=seed, options=options, world=world)
         islands = resolved.plan.islands
-        self.place(replica=replica, num_replicas=num_replicas, micro_batch=resolved.micro_batch, num_islands=islands)
+        replica, count = place
+        self.place(replica=replica, num_replicas=count, micro_batch=resolved.micro_batch, num_islands=islands)
 
     @property
     def epoch(self) -> int:

@@ -15,7 +15,10 @@ from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
+from shoal.core.syncrule import SyncRule
 from shoal.engine.stop import StopRequest
+from shoal.replicas.config import ReplicaConfig
+from shoal.replicas.refusals import replica_problems
 from shoal.telemetry.statusboard import RankStatus
 
 IS_RUNNING = threading.Event()
@@ -58,6 +61,20 @@ def open_run_dir(path: Path) -> None:
         make_run_dir(path)
     except OSError as error:
         raise RequestError(f"run_dir {path} cannot be made: {error.strerror}; give another folder") from error
+
+
+def refuse_replica_settings(plan: Plan, config: ReplicaConfig) -> None:
+    """Refuse settings of ``replicas=`` that the plan's ``sync`` cannot carry out, as a recipe's ``[replicas]`` is refused.
+
+    Raises:
+        RequestError: lists them with their fixes.
+    """
+    if plan.sync == "allreduce":
+        return
+    # A script evaluates when it likes, and its steps are its own to leave out.
+    found = list(replica_problems(config, SyncRule.parse(plan.sync), evaluate_every=1, leaves_out=False))
+    if found:
+        raise RequestError("\n".join(f"plan {str(plan)!r}: {problem}" for problem in found))
 
 
 class RunProcess:

@@ -55,7 +55,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.loader import RunLoader, held_out
-from shoal.library.process import IS_RUNNING, OPEN, open_run_dir, read_plan
+from shoal.library.process import IS_RUNNING, OPEN, open_run_dir, read_plan, refuse_replica_settings
 from shoal.library.saved import SavedRun
 from shoal.library.setups import (
     ModelSetup,
@@ -137,6 +137,7 @@ class Run(SavedRun):
         self._config(1)  # So that a wrong value is told of here.
         self._keep = checkpoint or CheckpointConfig()
         self._replicas = validate(ReplicaConfig, dict(replicas or {}), origin="shoal.Run(replicas=)")
+        refuse_replica_settings(self._asked, self._replicas)
         self._codec = validate(CompressionConfig, dict(compression or {}), origin="shoal.Run(compression=)")
         self._telemetry = telemetry or TelemetryConfig()
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
@@ -213,15 +214,14 @@ class Run(SavedRun):
         for name in options:
             if name not in known:
                 raise RequestError(f"run.loader has no {name!r}; {did_you_mean(name, known)}")
-        replica, count = self._replica()
         made = RunLoader(
             dataset,
             resolved=resolve_plan(self._config(global_batch, micro_batch), self.plan),
             global_batch=global_batch,
             seed=self.seed,
             options=LoaderOptions(**options),
-            replica=replica,
-            num_replicas=count,
+            world=self.world,
+            place=self._replica(),
             is_stopping=lambda: self.is_stopping,
             begin=self._begin,
             between=self._between,

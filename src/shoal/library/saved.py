@@ -13,6 +13,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Logged
 from shoal.engine.evaluate import Evaluation
+from shoal.engine.exchanged import summarise_exchange
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import seed_process
 from shoal.library.loader import RunLoader
@@ -20,6 +21,9 @@ from shoal.library.process import RunProcess
 from shoal.library.saving import RunCheckpoints, export_setup, import_setup, merge_states
 from shoal.library.setups import ModelSetup
 from shoal.telemetry.memory import peak_rss_bytes
+
+_MEETING = 13
+"""Numbers that ranks add up when they meet."""
 
 
 class SavedRun(RunProcess):
@@ -128,6 +132,7 @@ class SavedRun(RunProcess):
             raise RequestError(
                 "run.save() needs a place: give shoal.Run a run_dir, or start the script with `shoal run`"
             )
+        self._meet("run.save()")
         self._reporter.enter("checkpoint", self._num_steps)
         if self._checkpoints.save(self._num_steps, merge_states(self._setups, to_save=True), self._values()):
             for own in self._setups:
@@ -137,6 +142,22 @@ class SavedRun(RunProcess):
             self._reporter.enter("wait: checkpoint", self._num_steps)
             self._checkpoints.wait()
         self._leave()
+
+    def _meet(self, call: str) -> None:
+        """Wait for all ranks in a call that they make together: a save would find out at its vote only, with training far ahead.
+
+        Raises:
+            RunError: another rank does something else, or does not come; the supervisor names both.
+        """
+        self._reporter.enter(f"wait: {call}", self._num_steps)
+        # As long as nothing else that ranks add up, so that another rank's sum cannot be taken for this one.
+        told = torch.full((_MEETING,), self._num_steps, dtype=torch.int64, device=self.device)
+        ranks = self._setups[0].engine.mesh.everyone
+        if int(ranks.all_reduce_(told)[0]) != ranks.size * self._num_steps:
+            raise RunError(
+                f"rank {self.rank} is in {call} after step {self._num_steps}, and another after another step: all ranks call "
+                "it together; look for a condition in the script that differs from rank to rank"
+            )
 
     def log(self, **values: Any) -> None:
         """Record numbers in the events of the run, under the newest step."""
@@ -263,5 +284,6 @@ class SavedRun(RunProcess):
             "peak_rss_bytes": [int(one) for one in self.world.all_gather(peak)],
             "weights_sha256": first.engine.hash_weights(),
             "weights_of_models": {own.label: own.engine.hash_weights() for own in self._setups[1:]},
+            **summarise_exchange(first.engine, self.world),
             "checkpoint_error": None if self._checkpoints is None else self._checkpoints.failure,
         }

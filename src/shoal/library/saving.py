@@ -9,11 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
+from shoal.checkpoint.agreement import agree_on_failure
 from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.places.address import check_address
+from shoal.checkpoint.places.opening import open_storage
+from shoal.checkpoint.places.storage import Brought
 from shoal.checkpoint.reader import read, read_local
 from shoal.checkpoint.saver import open_saver
-from shoal.checkpoint.whole import committed_names, newest_whole
 from shoal.comm.world import World
 from shoal.core.errors import RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
@@ -67,8 +69,19 @@ class RunCheckpoints:
         self.failure: str | None = None
         self._world, self._reporter, self._plan = world, reporter, plan
         self._replica, self._seed = replica, seed
+        if config.address is not None:
+            check_address(config.address, world.size)
+        opened = open_storage(self.root, world=world, config=config)
+        reporter.tell(*filter(None, [opened.said]))
+        self._storage = opened.storage
         self._saver = open_saver(
-            self.root, world=world, config=config, plan=plan, report=self._report, settle=reporter.flush
+            self.root,
+            world=world,
+            config=config,
+            plan=plan,
+            report=self._report,
+            settle=reporter.flush,
+            storage=self._storage,
         )
 
     def _report(self, event: Event) -> None:
@@ -82,7 +95,7 @@ class RunCheckpoints:
     @property
     def is_empty(self) -> bool:
         """True when no run has saved here before."""
-        return not committed_names(self.root)
+        return self._storage.is_empty
 
     def save(self, step: int, state: RankState, values: Mapping[str, Any]) -> bool:
         """Copy the state and begin to write it; False for one that is saved already, with all that belongs to it."""
@@ -119,7 +132,7 @@ class RunCheckpoints:
         load: Callable[[dict[str, Any]], None],
         *,
         named: Callable[[RankState, Collection[str]], RankState] | None = None,
-    ) -> Path | None:
+    ) -> str | None:
         """Load the newest whole checkpoint into the live tensors, and give its values to ``load``; None where there is none.
 
         Args:
@@ -130,44 +143,44 @@ class RunCheckpoints:
         Raises:
             RunError: a rank cannot read it, or it does not fit this run. All ranks raise together.
         """
-        path, manifest = agree_on_checkpoint(self._world, self.root, self._choose() if self._world.is_first else None)
-        if path is None:
+        brought = self._storage.bring(self._world, None)
+        for name, reason in brought.refused if self._world.is_first else ():
+            self._reporter.event(CheckpointRefused(path=f"{self._storage.where}/{name}", reason=reason))
+            self._reporter.warn(f"checkpoint {name} is not whole and is passed over: {reason}")
+        if brought.path is None:
             return None
         problem = ""
         try:
-            self._load(path, manifest, state, load, named)
-        except (OSError, ShoalError) as error:
-            problem = f"rank {self._world.rank} cannot go on from {path}: {error}"
-        if said := agree_on_failure(self._world, problem, where=path):
-            raise RunError(said)
-        return path
-
-    def _choose(self) -> Path | None:
-        found = newest_whole(self.root)
-        for path, reason in found.refused:
-            self._reporter.event(CheckpointRefused(path=str(path), reason=reason))
-            self._reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
-        return found.path
+            try:
+                self._load(brought, state, load, named)
+            except (OSError, ShoalError) as error:
+                problem = f"rank {self._world.rank} cannot go on from {brought.name}: {error}"
+            if said := agree_on_failure(self._world, problem, where=brought.name):
+                raise RunError(said)
+        finally:
+            self._storage.give_back(brought)
+        return brought.name
 
     def _load(
         self,
-        path: Path,
-        manifest: str,
+        brought: Brought,
         state: RankState,
         load: Callable[[dict[str, Any]], None],
         named: Callable[[RankState, Collection[str]], RankState] | None,
     ) -> None:
+        path, manifest = brought.path, brought.manifest
+        assert path is not None, "nothing is loaded where nothing was brought"
         prefix = f"rng/rank-{self._world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
         kept = checkpoint.values.get(_KEY)
         if not isinstance(kept, str):
             raise RunError("it was not saved by a script's own run (shoal.Run)")
         refuse_other_state(
-            without_missing(state, checkpoint.manifest.tensors), checkpoint.manifest.tensors, origin=str(path)
+            without_missing(state, checkpoint.manifest.tensors), checkpoint.manifest.tensors, origin=brought.name
         )
         state = state if named is None else named(state, set(checkpoint.manifest.tensors))
         state = without_missing(state, checkpoint.manifest.tensors)
-        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
+        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=brought.name)
         load(decode_state(kept))
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self._plan

@@ -22,6 +22,7 @@ from shoal.parallel.compressed import Compressing
 from shoal.parallel.context.apply import ContextLayout, apply_context_parallel
 from shoal.parallel.data import Reduction, ReplicaReduction, apply_data_parallel
 from shoal.parallel.dropout import narrow_dropouts
+from shoal.parallel.logical import ShardedRounds, WholeRounds
 from shoal.parallel.recompute import Mode, apply_recompute
 from shoal.parallel.tensor.apply import TensorLayout, apply_tensor_parallel
 from shoal.parallel.zero.apply import apply_zero
@@ -94,16 +95,20 @@ def apply_to_objective(
             analysis=analysis,
             mesh=mesh,
             stage=plan.zero,
-            num_microbatches=plan.microbatches or 1,
+            # Rounds are summed when they are over, from whole gradients.
+            num_microbatches=max(plan.microbatches or 1, 2) if mesh.has_absent else plan.microbatches or 1,
             placements=layout.placements,
             compressing=compressing,
             gathering=gathering,
         )
-        return objective, sharded
+        return objective, ShardedRounds(sharded) if mesh.has_absent else sharded
     if compressing is not None:
         return objective, ReplicaReduction(
             model, objective, layout.placements, replicas=mesh.replicas, compressing=compressing
         )
+    if mesh.has_absent:
+        whole = ReplicaReduction(model, objective, layout.placements)
+        return objective, WholeRounds(whole, objective, mesh.replicas, allows_untouched=unused_parameters)
     if mesh.replicas.size > 1:
         wrapped = apply_data_parallel(objective, mesh=mesh, device=device, unused_parameters=unused_parameters)
         return wrapped, ReplicaReduction(model, wrapped, layout.placements)

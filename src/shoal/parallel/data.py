@@ -26,10 +26,14 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch types this name only there
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.channel import Channel, TorchTransport
-from shoal.comm.mesh import Mesh
+from shoal.comm.channel import Channel
+from shoal.comm.mesh import Mesh, inner_transport
+from shoal.comm.torchgroup import TorchTransport
 from shoal.core.placement import Placement, place_whole
 from shoal.parallel.compressed import CompressedGradients, Compressing, shapes_of
+
+NATIVE_BYTES = 1 << 20
+"""The largest bucket that two ranks on two hosts sum by gloo's own all-reduce."""
 
 
 class Reduction(Protocol):
@@ -102,13 +106,28 @@ def apply_data_parallel(
 
 
 def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if isinstance(channel.transport, TorchTransport):
-        channel.traffic.note(channel.axis, "all_reduce", bucket.buffer().nbytes)
-        work: Any = dist.all_reduce(bucket.buffer(), group=channel.transport.group, async_op=True)
+    total = bucket.buffer()
+    inner = inner_transport(channel)
+    # One native sum that goes on by itself, where its order is the reference's or nobody can have that order. Between hosts only
+    # of small buckets: of large ones it takes longer than the bytes do, of small ones less than to hand them to a thread.
+    is_native = total.is_cuda or (channel.size <= 2 and (inner is channel.transport or total.nbytes <= NATIVE_BYTES))
+    if is_native and isinstance(inner, TorchTransport):
+        channel.traffic.note(channel.axis, "all_reduce", total.nbytes)
+        work: Any = dist.all_reduce(total, group=inner.group, async_op=True)
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
         return future.then(lambda done: done.value()[0])
     ready: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    ready.set_result(channel.all_reduce_(bucket.buffer()))
+
+    def end(failure: BaseException | None) -> None:
+        if failure is None:
+            ready.set_result(total)
+        else:
+            # DDP waits for it at the end of the backward pass, and raises it there.
+            error: Any = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+            ready.set_exception(error)
+
+    # Between hosts the next gradients are computed meanwhile.
+    channel.start_all_reduce_(total).then(end)
     return ready
 
 

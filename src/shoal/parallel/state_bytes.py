@@ -19,7 +19,8 @@ from shoal.optim.config import OptimConfig
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.data import Reduction
 from shoal.parallel.zero.apply import ZeroReduction, predict_pool
-from shoal.parallel.zero.layout import Slot, ZeroLayout, lay_out
+from shoal.parallel.zero.gradients import MOST_UNDER_WAY
+from shoal.parallel.zero.layout import Pool, Slot, ZeroLayout, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ def predict_state_bytes(
     num_copies: int = 0,
     compress: tuple[CompressRule, CompressionConfig] | None = None,
     has_masters: bool = False,
+    overlaps: bool = False,
 ) -> StateBytes:
     """What a rank will keep of a model's trainable parameters.
 
@@ -63,6 +65,8 @@ def predict_state_bytes(
         num_copies: that a policy between islands keeps of what the rank updates.
         compress: how gradients are compressed; None where they are not.
         has_masters: weights are gathered by a codec, so that stages 1 and 2 keep float32 shards beside them.
+        overlaps: the data axis spans hosts, so that units are gathered ahead and reduced while the next are computed, in buffers
+            more than on one host.
     """
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
@@ -81,8 +85,9 @@ def predict_state_bytes(
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
     keeps_whole = stage == 1 or num_microbatches > 1 or compress is not None
     pieces = [_rows_numel(slot, data_rank) for unit in layout.units for slot in unit.slots]
-    working = 0 if keeps_whole else sum(_bucket_sizes(layout))
-    working += sum(predict_pool(layout)) if stage == 3 else 0
+    working = 0 if keeps_whole else sum(_bucket_sizes(layout, MOST_UNDER_WAY if overlaps else 0))
+    # What a codec gathers is not gathered ahead.
+    working += sum(predict_pool(layout, prefetches=overlaps and not has_masters)) if stage == 3 else 0
     return StateBytes(
         weights=shard if stage == 3 else whole + (shard if has_masters else 0),
         gradients=whole if keeps_whole else shard,
@@ -128,11 +133,19 @@ def _rows_numel(slot: Slot, rank: int) -> int:
     return (end - first) * slot.row
 
 
-def _bucket_sizes(layout: ZeroLayout) -> Iterable[int]:
-    """Elements of the buckets of a backward pass in which each unit's gradients come together."""
-    sizes = set()
-    for unit, capacity in zip(layout.units, layout.capacities(), strict=True):
-        # A unit of one tensor without padding is reduced where autograd left its gradient.
-        if not (len(unit.slots) == 1 and math.prod(unit.slots[0].shape) == unit.size):
-            sizes.add((unit.path == "", capacity))
-    return [capacity for _, capacity in sizes]
+def _bucket_sizes(layout: ZeroLayout, most_under_way: int) -> list[int]:
+    """Elements of the buckets of a backward pass in which each unit's gradients come together, but for the root's."""
+    pool, under_way = Pool(layout.capacities()), list[int | None]()
+    # A unit of one tensor without padding is reduced where autograd left its gradient.
+    has_bucket = [not (len(unit.slots) == 1 and math.prod(unit.slots[0].shape) == unit.size) for unit in layout.units]
+    if layout.root is not None and has_bucket[layout.root]:
+        pool.take(layout.root)
+    for index in reversed(range(len(layout.units))):
+        if index != layout.root:
+            under_way.append(pool.take(index)[0] if has_bucket[index] else None)
+        while len(under_way) > most_under_way:
+            place = under_way.pop(0)
+            if place is not None:
+                pool.let_go(place)
+                pool.forget()
+    return pool.sizes

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from shoal.comm.wire.buffers import Payload
 from shoal.comm.wire.errors import Refused, WireTimeout
 from shoal.comm.wire.node import Node
@@ -16,7 +18,7 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.elastic.election.elector import Center
 from shoal.elastic.view import View
-from shoal.paramserver.messages import FINISHED, Join, Leave, Message, Watch, Watched
+from shoal.paramserver.messages import FINISHED, Join, Joined, Leave, Message, Watch, Watched
 from shoal.paramserver.waiting import ChangeEvent, Moved
 
 WATCH_SECONDS = 0.5
@@ -63,6 +65,8 @@ class Contact:
         """Why the run is to stop; empty while it is not."""
         self.version = -1
         """Told to the center with every sign of life."""
+        self.run_id = ""
+        """The run that this member has been let into; empty before."""
         self.changed = ChangeEvent()
         self._peer: Peer | None = None
         self._was_member = False
@@ -109,8 +113,12 @@ class Contact:
         self._peer = peer
         try:
             # It may have died a moment ago, and then there is nobody to connect to: a successor is to be seen at once here too.
-            if await self._call(peer, center, self._introduce(self.view), glance=_LOOK_SECONDS) is not None:
+            join = self._introduce(self.view)
+            join = msgspec.structs.replace(join, run=self.run_id or join.run)
+            welcome = await self._call(peer, center, join, glance=_LOOK_SECONDS)
+            if welcome is not None:
                 self._num_old = 0
+                self.run_id = welcome.run if isinstance(welcome, Joined) and welcome.run else self.run_id
                 await self._watch(peer, center)
         except WireTimeout:
             pass  # It is dead, or somebody else leads by now: look again.

@@ -175,10 +175,15 @@ class Join(Message, frozen=True):
     """What its recipe says of everything that all must agree on, as text by key."""
     data: dict[str, str] = {}
     """The data as it has it, in numbers and hashes by name; what it cannot say of it is not among them."""
+    run: str = ""
+    """The run that it belongs to; empty where it has not been in one yet."""
 
 
 class Joined(Message, frozen=True):
     """Welcome."""
+
+    run: str = ""
+    """The run that this is, to be told to every later center: another run's may answer at the same address."""
 
 
 class Watch(Message, frozen=True):

@@ -60,6 +60,8 @@ class ProcessSpec:
     board_fd: int | None = None
     origin: str = ""
     """Names the process over its instances, where nobody sees to it that there is one of each name."""
+    run: str = ""
+    """The run that it belongs to (``core/rundir.py``); empty for a worker that has not been in it yet."""
     group_rank: int = 0
     """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
 
@@ -139,6 +141,7 @@ def introduction(spec: ProcessSpec, *, role: Role, model: Model, data: Mapping[s
         data=dict(data),
         origin=spec.origin,
         started=time.time(),
+        run=spec.run,
     )
 
 
@@ -147,9 +150,13 @@ def open_finder(spec: ProcessSpec, node: Node) -> Callable[[], Center | None]:
     if spec.cluster is None:
         folder = spec.lease_folder
         return lambda: read_center(folder)
-    seeker = Seeker(node, spec.cluster.centers, search_seconds=spec.cluster.search_seconds)
+    seeker = Seeker(node, spec.cluster.centers, search_seconds=spec.cluster.search_seconds, tell=_tell)
     seeker.start()
     return seeker.find
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def attach_status(spec: ProcessSpec) -> RankStatus | None:

@@ -155,7 +155,7 @@ def run_async(work: Callable[[], Coroutine[Any, Any, str]]) -> int:
         loop = asyncio.get_running_loop()
         task = loop.create_task(work())
         caught: list[int] = []
-        awaited = stop_signals()
+        awaited = _awaited_signals()
 
         def stop(number: int) -> None:
             caught.append(number)
@@ -187,7 +187,7 @@ class Stopped(BaseException):
 def run_blocking(work: Callable[[], str]) -> int:
     """Do a role's work in this thread; see ``run_async``."""
 
-    awaited = stop_signals()
+    awaited = _awaited_signals()
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in awaited:
@@ -202,6 +202,11 @@ def run_blocking(work: Callable[[], str]) -> int:
     except Stopped as stopped:
         return 128 + stopped.number
     return EXIT_INTERRUPTED if halt else EXIT_DONE
+
+
+def _awaited_signals() -> list[signal.Signals]:
+    """Those by which this role is asked to leave, but for what its starter had it ignore: that one stops it by the center."""
+    return [number for number in stop_signals() if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _begin() -> None:

@@ -1,7 +1,7 @@
 """From a recipe to the parts of a run. The only file that sees every section; each part gets its own and no more."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -23,6 +23,7 @@ from shoal.data.build import build_splits
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
+from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, settle_loss
 from shoal.engine.parallelize import example_of
@@ -37,6 +38,7 @@ from shoal.optim.build import freeze
 from shoal.optim.precision import Precision
 from shoal.telemetry.statusboard import RankStatus
 from shoal.telemetry.summaryfile import read_summary
+from shoal.trainer.admission.model import agree_on_model
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
@@ -111,10 +113,18 @@ def build_trainer(
     rank_status: RankStatus | None,
     stop: StopRequest | None = None,
     take_model: Callable[[DataSpec], nn.Module | None] = lambda _: None,
+    data: Splits | None = None,
+    recovers: bool = False,
+    hooks: Sequence[Hook] | None = None,
 ) -> Trainer:
-    """The trainer that a recipe describes, on this rank; ``take_model`` gives a model that is built already."""
-    data = build_splits(recipe.data, recipe.train.seed)
+    """The trainer that a recipe describes, on this rank; ``take_model`` gives a model that is built already.
+
+    With ``recovers`` it has no state to go on from yet: whoever builds it gives it one. ``hooks`` are the recipe's callbacks,
+    where they are built already.
+    """
+    data = data or build_splits(recipe.data, recipe.train.seed)
     model, loss, data = build_parts(recipe, data=data, model=take_model(data.spec), loads=False)
+    agree_on_model(world, model)
     trainer = Trainer(
         model,
         data,
@@ -137,12 +147,13 @@ def build_trainer(
         rank_status=rank_status,
         world=world,
         was_tried=True,
-        hooks=build_callbacks(recipe.callbacks),
+        recovers=recovers,
+        hooks=build_callbacks(recipe.callbacks) if hooks is None else hooks,
         log=recipe.log,
         stop=stop,
     )
     # A run that goes on has the weights of its checkpoint.
-    if trainer.progress.step == 0:
+    if trainer.progress.step == 0 and not recovers:
         load_init(trainer.engine, recipe)
     return trainer
 
@@ -213,7 +224,9 @@ def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
     found = newest_whole(run.checkpoints)
     if found.path is None:
         refused = "; ".join(f"{path.name}: {reason}" for path, reason in found.refused)
-        raise RunError(f"{run_dir} has no whole checkpoint to load ({refused or 'none was written'})")
+        address = recipe.checkpoint.address
+        fix = f"; its checkpoints are at {address}: bring one with `shoal ckpt fetch {run_dir}`" if address else ""
+        raise RunError(f"{run_dir} has no whole checkpoint to load ({refused or 'none was written'}){fix}")
     for path, reason in found.refused:
         print(f"warning: checkpoint {path.name} is not whole and is passed over: {reason}", file=sys.stderr)
     model, loss, data = build_parts(recipe, loads=False)

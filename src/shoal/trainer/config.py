@@ -22,7 +22,7 @@ from shoal.core.config import Config, read_toml, validate
 from shoal.core.errors import did_you_mean
 from shoal.core.rundir import Readers
 from shoal.data.config import DataConfig
-from shoal.elastic.config import ElectionConfig
+from shoal.elastic.config import ElectionConfig, GroupConfig
 from shoal.engine.callback_config import SHIPPED, CallbackConfig, is_own, is_shipped, metric_name
 from shoal.engine.config import Settings, TrainConfig
 from shoal.launch.config import ProcessConfig
@@ -36,8 +36,8 @@ from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 
 
-class ElasticConfig(ElectionConfig, ProcessConfig):
-    """The ``[elastic]`` section: how long to wait for a rank, how often to start again, and how to be let in by etcd."""
+class ElasticConfig(ElectionConfig, GroupConfig, ProcessConfig):
+    """The ``[elastic]`` section: how long to wait for a rank, what to do when one dies, and how to be let in by etcd."""
 
 
 class EvalConfig(Config):

@@ -14,14 +14,17 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.checkpoint.whole import committed_names
-from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RunError
+from shoal.core.errors import EXIT_DONE, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.rundir import RunDir, withheld
 from shoal.engine.resolve import check_processes, default_threads
+from shoal.launch.blame import Outcome
 from shoal.launch.failurereport import describe, headline
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import THREADS_THERE, LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim
+from shoal.trainer.elastic.membership import HostMembership, build_membership
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
@@ -49,7 +52,8 @@ def train_supervised(
     Raises:
         RequestError: the plan has more ranks than this machine runs.
     """
-    check_processes(prepared.setup.world_size)
+    if run_job is None:
+        check_processes(prepared.setup.world_size)
     run_dir = prepared.run_dir
     finished = already_finished(prepared)
     if finished is not None:
@@ -77,12 +81,40 @@ def _train_in(prepared: Prepared, *, debug: bool, forecast: Mapping[str, Any] | 
             else:
                 claim.put_back()
         return ended if page is None else with_forecast(ended, page, run_dir)
+    except RequestError:
+        # A host that cannot be used: nothing ran.
+        if was_empty and not committed_names(RunDir(run_dir).checkpoints):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
     finally:
         claim.release()
 
 
+def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] | None:
+    """Makes what decides who takes part, in a run that goes on when ranks die; None in any other."""
+    elastic, plan = prepared.recipe.elastic, prepared.setup.plan
+    if elastic.mode == "restart":
+        return None
+    return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
+
+
+def _cause_of(outcome: Outcome) -> str:
+    """Why ranks ended that left no summary."""
+    if outcome.culprit is not None:
+        return headline(outcome.culprit)
+    if outcome.was_forced:
+        return "it did not stop within elastic.stop_grace, or Ctrl-C was pressed twice, and was killed"
+    return "it was stopped before its first step"
+
+
 def supervise_ranks(
-    prepared: Prepared, before: dict[str, Any] | None, *, debug: bool, arguments: Sequence[str] = ()
+    prepared: Prepared,
+    before: dict[str, Any] | None,
+    *,
+    debug: bool,
+    arguments: Sequence[str] = (),
+    supervise_with: Callable[[LaunchRequest], Outcome] = supervise,
+    where: str = "",
 ) -> Ended:
     """Start the ranks of a plan without servers in a run directory that is the run's own, and stay until all have ended.
 
@@ -91,27 +123,31 @@ def supervise_ranks(
         before: the summary of an earlier start there.
         debug: show tracebacks.
         arguments: further ones of every rank.
+        supervise_with: starts and watches the ranks; left out, on this machine.
+        where: the hosts that they run on, in words; empty for this machine.
     """
-    run_dir, started, plan = prepared.run_dir, time.time(), str(prepared.setup.plan)
-    world_size = prepared.setup.world_size
-    threads = prepared.recipe.train.threads or default_threads(world_size)
+    started = time.time()
+    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), prepared.setup.world_size
+    threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
-        f"shoal: {plan} on {world_size} process(es), {prepared.setup.total_steps} steps, run directory {run_dir}",
+        f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {prepared.setup.total_steps} steps, "
+        f"run directory {run_dir}",
         file=sys.stderr,
     )
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    outcome = supervise(
+    outcome = supervise_with(
         LaunchRequest(
             module="shoal.trainer.worker",
             arguments=[str(run_dir), *(["--resume"] if prepared.resume else []), *arguments],
-            shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads)],
+            shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads or THREADS_THERE)],
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
             last_step=prepared.setup.total_steps,
             threads=threads,
             config=prepared.recipe.elastic,
+            build_policy=_policy_of(prepared),
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
@@ -125,12 +161,7 @@ def supervise_ranks(
                 summary["stopped_by"] += f" to rank {outcome.signalled_rank} alone"
             write_summary(run_dir, summary)
         return Ended(exit_code=outcome.exit_code, summary=summary)
-    if culprit is not None:
-        cause = headline(culprit)
-    elif outcome.was_forced:
-        cause = "it did not stop within elastic.stop_grace, or Ctrl-C was pressed twice, and was killed"
-    else:
-        cause = "it was stopped before its first step"
+    cause = _cause_of(outcome)
     can_resume = bool(committed_names(RunDir(run_dir).checkpoints))
     summary = summarise_death(
         status=outcome.status,

@@ -7,6 +7,7 @@ supervisor, so the first rank prints progress itself, and restarts are the launc
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,7 +20,9 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 
 from shoal.comm.parentdeath import end_if_forked
-from shoal.comm.world import open_store
+from shoal.comm.store.beats import Beats, Failure
+from shoal.comm.store.rounds import agree_on_round
+from shoal.comm.world import connect_store, open_store
 from shoal.core.errors import (
     EXIT_DONE,
     EXIT_NO,
@@ -31,13 +34,15 @@ from shoal.core.errors import (
     RunError,
     ShoalError,
 )
-from shoal.core.rundir import withhold
+from shoal.core.place import Place
+from shoal.core.rundir import RunDir, make_run_dir, replace_text, withhold
 from shoal.launch.environments import read_place
 from shoal.launch.errorreport import clear_reports
 from shoal.launch.failures import explain_exit, is_peer_failure, report_failure
 from shoal.telemetry.display import build_display
 from shoal.telemetry.statusboard import StatusBoard, StatusReading
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
+from shoal.trainer.admission.facts import facts_of, pass_admission
 from shoal.trainer.claim import Claim, read_plan
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
@@ -47,9 +52,11 @@ from shoal.trainer.worker import run_rank
 _START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
+_FAILURE_SECONDS = 3.0
+"""How long a rank that lost another one waits for that one to say why."""
 _START_KEY = "shoal/start"
 # A stop request that came from another rank's signal arrives without its name; launchers send SIGTERM.
-_EXIT_CODES = {"SIGINT": EXIT_SIGINT, "SIGTERM": EXIT_SIGTERM, "signal": EXIT_SIGTERM}
+_EXIT_CODES = {"SIGINT": EXIT_SIGINT, "SIGTERM": EXIT_SIGTERM, "SIGUSR2": EXIT_SIGTERM, "signal": EXIT_SIGTERM}
 
 
 def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
@@ -62,8 +69,12 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RunError: this rank failed; says where, with its traceback.
     """
     place, owner = read_place(os.environ), os.getpid()
-    store = open_store(place, _START_DEADLINE)
-    if place.generation > 0:
+    opened, seconds = open_store(place, _START_DEADLINE), _START_DEADLINE.total_seconds()
+    number = agree_on_round(
+        opened, rank=place.rank, world_size=place.world_size, host=socket.gethostname(), seconds=seconds
+    )
+    store = PrefixStore(f"round-{number}", opened)
+    if number > 0 or place.generation > 0:
         # The ranks before may have died before there was a directory.
         request = replace(request, resume=True, may_start=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
@@ -73,6 +84,17 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     run_dir = _read_start(found)
     if run_dir is None:
         return EXIT_DONE, None
+    if place.rank > 0:
+        _take_over(run_dir, found)
+    try:
+        beats = _enter_together(request, found, place, store, number)
+    except ShoalError as error:
+        if claim is not None:
+            claim.put_back()
+            claim.release()
+        if place.rank > 0 and isinstance(error, AgreedError):
+            return error.exit_code, None
+        raise
     board = StatusBoard.create(1)
     progress = PrintedProgress(board) if place.rank == 0 else None
     started, before = time.time(), read_summary(run_dir)
@@ -80,28 +102,16 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         run_rank(run_dir, resume=request.resume, store=PrefixStore("ranks", store), rank_status=board.of_rank(0))
     except (Exception, SystemExit) as error:
         end_if_forked(owner)
+        first = beats.await_failure(_FAILURE_SECONDS) if is_peer_failure(error) else beats.post(f"{error}")
         state = board.of_rank(0).read()
         report_failure(run_dir, error, os.environ, state=state)
         if claim is not None:
-            cause = f"rank {place.rank}: {type(error).__name__}: {error}"
-            dead = summarise_death(
-                status="failed",
-                plan=read_plan(run_dir),
-                world_size=place.world_size,
-                step=state.step,
-                cause=cause,
-                wall_seconds=time.time() - started,
-                before=before,
-            )
-            if isinstance(error, RequestError) and state.step == 0:
-                claim.put_back()
-            else:
-                with contextlib.suppress(RunError):
-                    write_summary(run_dir, dead)
+            _note_death(claim, run_dir, error, state, place, before, wall_seconds=time.time() - started)
         if place.rank > 0 and isinstance(error, AgreedError):
             return error.exit_code, None
-        raise _tell(explain_exit(error), place.rank, state) from error
+        raise _tell(explain_exit(error), place.rank, state, first) from error
     finally:
+        beats.close()
         if progress is not None:
             progress.close()
         if claim is not None:
@@ -112,11 +122,58 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
 
 
-def _tell(error: BaseException, rank: int, state: StatusReading) -> ShoalError:
+def _enter_together(request: TrainRequest, found: dict[str, Any], place: Place, store: Store, number: int) -> Beats:
+    """See that all ranks have the same, and begin to watch over one another.
+
+    Raises:
+        AgreedError: they have not; all raise the same.
+        RunError: a rank did not come.
+    """
+    hosts = pass_admission(
+        store,
+        facts_of(Path(request.recipe), [request.plan, *request.overrides]),
+        rank=place.rank,
+        world_size=place.world_size,
+        seconds=_START_DEADLINE.total_seconds(),
+    )
+    own = PrefixStore(f"round-{number}", connect_store(place, _START_DEADLINE))
+    return Beats(own, rank=place.rank, hosts=hosts, lease_seconds=found["lease_seconds"])
+
+
+def _note_death(
+    claim: Claim,
+    run_dir: Path,
+    error: BaseException,
+    state: StatusReading,
+    place: Place,
+    before: dict[str, Any] | None,
+    *,
+    wall_seconds: float,
+) -> None:
+    """Leave a summary of a run that failed, or nothing where the request was wrong."""
+    if isinstance(error, RequestError) and state.step == 0:
+        claim.put_back()
+        return
+    dead = summarise_death(
+        status="failed",
+        plan=read_plan(run_dir),
+        world_size=place.world_size,
+        step=state.step,
+        cause=f"rank {place.rank}: {type(error).__name__}: {error}",
+        wall_seconds=wall_seconds,
+        before=before,
+    )
+    with contextlib.suppress(RunError):
+        write_summary(run_dir, dead)
+
+
+def _tell(error: BaseException, rank: int, state: StatusReading, first: Failure | None = None) -> ShoalError:
     """The error as the user should read it; a traceback only where nobody foresaw it."""
     where = f"rank {rank} failed at step {state.step} in phase {state.phase!r}"
     if isinstance(error, RequestError):
         return error
+    if is_peer_failure(error) and first is not None:
+        return RunError(f"{where}, because another rank failed first: {first}")
     if is_peer_failure(error):
         return RunError(f"{where}, because another rank went away: look for that rank's own message. ({error})")
     if isinstance(error, ShoalError):
@@ -148,8 +205,36 @@ def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
         if not isinstance(error, ShoalError):
             raise
         return None
-    store.set(_START_KEY, json.dumps({"run_dir": str(prepared.run_dir.resolve())}))
+    run, readers = RunDir(prepared.run_dir), prepared.recipe.run.readable_by
+    start = {
+        "run_dir": str(prepared.run_dir.resolve()),
+        "recipe": run.recipe.read_text(),
+        "plan": run.plan.read_text(),
+        "readers": readers,
+        "lease_seconds": prepared.recipe.elastic.lease_seconds,
+    }
+    store.set(_START_KEY, json.dumps(start))
     return claim
+
+
+def _take_over(run_dir: Path, found: dict[str, Any]) -> None:
+    """Make the run directory on a host that does not share the first rank's: recipe and plan come from there.
+
+    Raises:
+        RunError: it cannot be made; names the host.
+    """
+    run = RunDir(run_dir)
+    try:
+        withhold(found["readers"])
+        make_run_dir(run_dir, found["readers"])
+        for path, text in ((run.recipe, found["recipe"]), (run.plan, found["plan"])):
+            if not path.exists() or path.read_text() != text:
+                replace_text(path, text)
+    except OSError as error:
+        raise RunError(
+            f"{run_dir} cannot be made on host {socket.gethostname()} ({error.strerror}); use a --run-dir that every host can "
+            "write to"
+        ) from error
 
 
 def _hear_of_start(store: Store) -> dict[str, Any]:

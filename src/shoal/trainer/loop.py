@@ -19,7 +19,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.compression.config import CompressionConfig
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
@@ -28,7 +28,7 @@ from shoal.data.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
-from shoal.engine.batches.loading import Batches
+from shoal.engine.batches.loading import RoundBatches
 from shoal.engine.batches.schedule import batch_at
 from shoal.engine.callbacks.build import early_stopping
 from shoal.engine.config import Settings, TrainConfig
@@ -40,7 +40,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.objective import AnyLoss, settle_loss
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter, describe_draws
-from shoal.engine.resolve import RunSetup, asks_the_model, resolve_alone, updates_per_step
+from shoal.engine.resolve import RunSetup, asks_the_model, present_plan, resolve_alone, updates_per_step
 from shoal.engine.state import RankState, seed_process
 from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
@@ -59,7 +59,7 @@ from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
-from shoal.trainer.progress import Progress, after_step, loss_limit, wants_rollback
+from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
 from shoal.trainer.steprate import StepRate, build_adapt, window_rates
@@ -94,6 +94,7 @@ class Trainer:
         world: World | None = None,
         environment: Mapping[str, str] | None = None,
         was_tried: bool = False,
+        recovers: bool = False,
         hooks: Iterable[Hook] = (),
         metrics: Iterable[Metric] = (),
         loggers: Iterable[Logger] = (),
@@ -115,14 +116,14 @@ class Trainer:
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        self.setup = resolve_alone(
-            train, plan, setup=setup, world_size=self.world.size, num_samples=samples, tokens_per_sample=tokens
-        )
+        size = {"world_size": self.world.size, "num_logical": self.world.num_logical}
+        self.setup = resolve_alone(train, plan, setup=setup, num_samples=samples, tokens_per_sample=tokens, **size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
             run_dir, world=self.world, config=telemetry, rank_status=rank_status, total_steps=self.total_steps
         )
         self.status: FinalStatus = "completed"
+        self.boundaries = Boundaries()
         self._looked_for_draws = False
         try:
             self.reporter.add_loggers(log, loggers, facts=self.settings.describe() | {"plan": str(self.plan)})
@@ -135,10 +136,11 @@ class Trainer:
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
-            self.progress = self._signed(Progress(position=Position(), loss_scale=first_scale))
+            self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
-            self._begin(run_dir, resume=resume)
+            if not recovers:  # Or whoever builds it gives it the state to go on from.
+                self._begin(resume=resume)
         except BaseException:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
             raise
@@ -150,7 +152,7 @@ class Trainer:
             model,
             self.data,
             loss,
-            plan=self.plan,
+            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.num_logical),
             settings=self.settings,
             world=self.world,
             status=status,
@@ -170,34 +172,34 @@ class Trainer:
             data=self.same_data.fingerprint,
         )
 
-    def _begin(self, run_dir: Path | None, *, resume: bool) -> None:
+    def _begin(self, *, resume: bool) -> None:
         """Go on from a checkpoint, or make sure that there is none."""
         if resume:
-            self._resume()
-        elif self.persistence.has_checkpoints():
-            raise RequestError(
-                f"{run_dir} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
-            )
+            self.resume_from_checkpoint()
+        else:
+            self.persistence.refuse_checkpoints()
         if (now := len(self.data.train)) != (was := self.setup.train_samples):
             self.reporter.warn(f"the training split had {was} samples when this run was planned, and has {now} now")
 
-    def _resume(self) -> None:
+    def resume_from_checkpoint(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one. All ranks call it together."""
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
             self.reporter.tell(*filter(None, [self.engine.restored()]))
             # A synchronous pipeline has no history of versions that a later one could go on with.
-            self.progress = self._signed(replace(restored.progress, async_signature="", async_start=0))
+            plain = replace(restored.progress, async_signature="", async_start=0)
+            self.progress = signed(plain, self.engine.asynchronous)
             if (pipeline := self.engine.asynchronous) is not None and pipeline.start == self.progress.step > 0:
                 self.reporter.tell(
                     f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at "
                     f"step {self.progress.step}, as at the start of a run"
                 )
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
-            self._recall()
+            self.recall()
         else:
             self.reporter.tell("there is no checkpoint to go on from; starting at step 0")
 
-    def _recall(self) -> None:
+    def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
         self._heed()
@@ -206,12 +208,6 @@ class Trainer:
         """Do what hooks asked for besides saving and stopping."""
         self.persistence.keep(self.engine.requests.kept)
         self.reporter.tell(*self.engine.requests.take_messages())
-
-    def _signed(self, progress: Progress) -> Progress:
-        """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
-        if (pipeline := self.engine.asynchronous) is None:
-            return progress
-        return replace(progress, async_signature=pipeline.signature, async_start=pipeline.start)
 
     def _state_at(self, progress: Progress) -> RankState:
         """This rank's state as it will be when the run goes on from there, to be written to."""
@@ -254,6 +250,8 @@ class Trainer:
         deadline = None if limit is None else time.monotonic() + parse_duration(limit)
         loader = self._open_loader()
         try:
+            if (was_taken := self.boundaries.unsettled) is not None:
+                self._after_step(self.progress.step, is_taken=was_taken)
             while self.progress.step < self.total_steps and self.stopped_by is None:
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
@@ -265,7 +263,7 @@ class Trainer:
                     loader.close()
                     self.progress = self.setbacks.roll_back(self.progress, self._state_at)
                     self.engine.restored()
-                    self._recall()
+                    self.recall()
                     loader = self._open_loader()
         finally:
             loader.close()
@@ -301,21 +299,22 @@ class Trainer:
         """Samples of the next step, where its epoch has as many left."""
         return batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
 
-    def _open_loader(self) -> Batches:
-        return Batches(
+    def _open_loader(self) -> RoundBatches:
+        return RoundBatches(
             self.data.train,
             batch=lambda: self.batch,
             position=self.progress.position,
             micro_batch=self.setup.micro_batch,
-            replica=self.engine.mesh.replica,
+            rounds=self.engine.mesh.rounds if self.plan.islands == 1 else [self.engine.mesh.replica],
             num_replicas=self.plan.num_shares,
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             prefetch=self.prefetch,
             workers=self.workers,
+            world=self.world,
         )
 
-    def _train_one(self, loader: Batches) -> StepDone:
+    def _train_one(self, loader: RoundBatches) -> StepDone:
         started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         batch = loader.next()
@@ -336,10 +335,10 @@ class Trainer:
         done = self._advance(batch, result, lr.value, time.perf_counter() - started, data_seconds)
         self.reporter.step(done)
         self.reporter.rounds(self.engine.take_rounds())
-        self._after_step(done, result)
+        self._after_step(done.step, is_taken=result.is_taken)
         return done
 
-    def _train_window(self, loader: Batches, pipeline: AsyncPipeline) -> Iterator[StepDone]:
+    def _train_window(self, loader: RoundBatches, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
         started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
@@ -365,13 +364,13 @@ class Trainer:
             lr = rates[(place + 1) * updates - 1]
             done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
             self.reporter.step(done)
-            self._after_step(done, result)
+            self._after_step(done.step, is_taken=result.is_taken)
             yield done
 
-    def _look_for_draws(self, loader: Batches) -> None:
-        """Say once that the model or the data draws random numbers which depend on the number of processes."""
+    def _look_for_draws(self, loader: RoundBatches) -> None:
+        """Say once that draws of random numbers depend on the number of processes, or that an axis crosses between hosts."""
         self._looked_for_draws = True
-        self.reporter.warn(*describe_draws(self.engine.passes.dropout, loader.loader))
+        self.reporter.warn(*self.mesh.warnings, *describe_draws(self.engine.passes.dropout, loader.loader))
 
     def _advance(
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
@@ -401,12 +400,12 @@ class Trainer:
             loss_scale=scale.scale,
         )
 
-    def _after_step(self, done: StepDone, result: StepResult) -> None:
+    def _after_step(self, step: int, *, is_taken: bool) -> None:
         """What the recipe wants between steps: evaluation, checkpoints, memory readings, the agreed stop."""
-        step = done.step
+        self.boundaries.note(self.progress, self.engine.hooks.state, unsettled=is_taken)
         if self.adapt is not None:
             self.reporter.adapted(self.adapt.event(step))
-        if result.is_taken:
+        if is_taken:
             lag = 1 if (pipeline := self.engine.asynchronous) is None else pipeline.lag
             self.persistence.take(step + 1 - lag)
         if self.memory_every and (step == 1 or step % self.memory_every == 0):
@@ -423,6 +422,7 @@ class Trainer:
             self._save()
         if self.persistence.is_due(step):
             self._save()
+        self.boundaries.note(self.progress, self.engine.hooks.state)
 
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)

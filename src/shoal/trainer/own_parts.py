@@ -31,7 +31,7 @@ from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import is_own
 from shoal.engine.callbacks.build import build_callbacks
 from shoal.engine.meancheck import find_other_mean
-from shoal.engine.metrics import build_metrics
+from shoal.engine.metrics import GatheredMetric, build_metrics, try_metric
 from shoal.engine.objective import Objective, Scoring
 from shoal.engine.parallelize import analyse, example_of, resolve_stages
 from shoal.models.embeddings import make_dense
@@ -47,6 +47,10 @@ from shoal.trainer.build import build_parts, build_without_memory, selection_of
 from shoal.trainer.config import Recipe
 from shoal.trainer.samedata import refuse_other_data_early
 
+_TRIED = 8
+"""Held-out samples that metrics are tried on."""
+_NEVER_WORKS = (TypeError, AttributeError, NameError, ImportError)
+"""What a metric raises that cannot work, however many samples there are."""
 _FEW = 2
 """Samples that are enough to see whether layers fit: a whole microbatch may need the memory that the plan saves."""
 
@@ -103,10 +107,10 @@ def try_first_samples(recipe: Recipe, plan: Plan, model: nn.Module, loss: Any, d
             raise
 
 
-def try_metrics(recipe: Recipe, model: nn.Module, loss: Any, data: Splits) -> None:
-    """Measure the first held-out samples with the shipped metrics that the recipe names.
+def try_metrics(recipe: Recipe, model: nn.Module, loss: Any, data: Splits) -> list[str]:
+    """Measure the first held-out samples with the metrics that the recipe names; returns what the user should know of them.
 
-    Metrics of the user's own are left to the run: one over all samples may make no sense for a few.
+    A function of all samples may rightly refuse a few, such as those of one class: that is told, and the run decides.
 
     Args:
         recipe: as it will run.
@@ -115,27 +119,43 @@ def try_metrics(recipe: Recipe, model: nn.Module, loss: Any, data: Splits) -> No
         data: with the validation split.
 
     Raises:
-        RequestError: a metric cannot read what the model returns, or the targets.
+        RequestError: a metric cannot read what the model returns, or the targets, or fails on all that there is to measure.
     """
-    names = [name for name in recipe.eval.metrics if not is_own(name)]
+    names = recipe.eval.metrics
     if not names or not len(data.validation):
-        return
+        return []
+    most = recipe.eval.samples or len(data.validation)
+    source = data.validation
+    there = source.count(min(most, _TRIED + 1)) if isinstance(source, Streamed) else min(most, len(source))
     precision = Precision.named(recipe.train.precision)
     objective = Objective(model, Scoring(loss), precision=precision, device=torch.device("cpu"))
-    first = np.arange(1, dtype=np.int64)
+    first = np.arange(min(there, recipe.eval.batch or _TRIED, _TRIED), dtype=np.int64)
     model.eval()
     with torch.no_grad(), gathering(ALONE):
-        items = call_own(lambda: data.validation.collate(first), what="reading the first validation sample")
+        items = call_own(lambda: source.collate(first), what="reading the first validation samples")
         microbatch = Microbatch.of(items, first)
         inputs, targets = objective.prepare(microbatch)
-        with objective.computing():
-            output = objective.scoring.whole_scores(call_model(model, inputs))
+        try:
+            with objective.computing():
+                output = objective.scoring.whole_scores(call_model(model, inputs))
+        except (
+            Exception
+        ):  # A module that takes one size of batch, or is not all here yet: what it says is for the run to show.
+            return []
         wanted = targets_of(microbatch.form, inputs, targets)
-        for metric in build_metrics(names):
+        told: list[str] = []
+        for name, metric in zip(names, build_metrics(names), strict=True):
             try:
-                metric.measure(output, wanted)
+                try_metric(metric, output, wanted, num_samples=len(first))
             except ShoalError as error:
-                raise RequestError(f"eval.metrics: {error}") from error
+                is_typo = isinstance(error.__cause__, _NEVER_WORKS)
+                if len(first) == there or is_typo or not is_own(name) or not isinstance(metric, GatheredMetric):
+                    raise RequestError(f"eval.metrics: {error}") from error
+                told.append(
+                    f"eval.metrics: on the first {len(first)} of the validation samples, {error}; if it fails on all of them, "
+                    "the run ends at its first evaluation"
+                )
+    return told
 
 
 def _microbatches(source: Source, global_batch: int, seed: int, plan: Plan) -> list[Ids]:
@@ -330,5 +350,5 @@ class OwnPartsHere:
         model, loss, data = build_parts(recipe, data=self._data(recipe), loads=False)
         found = find_other_mean(model, loss, data.train, plan=plan, train=recipe.train)
         try_first_samples(recipe, plan, model, loss, data)
-        try_metrics(recipe, model, loss, data)
-        return () if found is None else (found,)
+        told = try_metrics(recipe, model, loss, data)
+        return (*(() if found is None else (found,)), *told)

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.agreement import agree_on_checkpoint, agree_on_failure
+from shoal.checkpoint.agreement import agree_on_failure
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.files import parse_step, step_name
+from shoal.checkpoint.places.opening import open_storage
+from shoal.checkpoint.places.storage import Brought, Storage
 from shoal.checkpoint.reader import read, read_local
-from shoal.checkpoint.retention import Fallback, fall_back, newest_good, refuse_only_aside
+from shoal.checkpoint.retention import Fallback
 from shoal.checkpoint.saver import Saver, open_saver, warn_if_short
-from shoal.checkpoint.whole import Found, committed_names, newest_whole, verify
+from shoal.checkpoint.whole import committed_names
 from shoal.comm.world import World
-from shoal.core.errors import AgreedError, RunError, ShoalError
+from shoal.core.errors import AgreedError, RequestError, RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.data.streams.shards import gather_position
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
@@ -40,7 +42,7 @@ class Restored:
     """What a checkpoint gave back."""
 
     progress: Progress
-    path: Path
+    path: str
 
 
 class Persistence:
@@ -69,12 +71,22 @@ class Persistence:
         self.saved_step = -1
         self.failure: str | None = None
         self.saver: Saver | None = None
+        self._storage: Storage | None = None
         self._run_dir = run_dir
         if self.root is not None and run_dir is not None:
             check_inside(RunDir(run_dir))
             self._place = _identity(run_dir)
+            opened = open_storage(self.root, world=world, config=config)
+            reporter.tell(*filter(None, [opened.said]))
+            self._storage = opened.storage
             self.saver = open_saver(
-                self.root, world=world, config=config, plan=plan, report=self._report, settle=reporter.flush
+                self.root,
+                world=world,
+                config=config,
+                plan=plan,
+                report=self._report,
+                settle=reporter.flush,
+                storage=opened.storage,
             )
 
     def _report(self, event: Event) -> None:
@@ -91,7 +103,7 @@ class Persistence:
 
         A pipeline rank holds one of ``num_parts`` parts of the model, which are taken to be of one size.
         """
-        if self.root is None or not self.world.is_first:
+        if self.root is None or not self.world.is_first or self.config.address is not None:
             return
         num_bytes = sum(
             math.prod(state.placements[name].whole_shape) * tensor.element_size()
@@ -104,9 +116,17 @@ class Persistence:
         if message is not None:
             self.reporter.warn(message)
 
-    def has_checkpoints(self) -> bool:
-        """True when a run has been here before."""
-        return self.root is not None and bool(committed_names(self.root))
+    def refuse_checkpoints(self) -> None:
+        """Make sure that no run has been here before. All ranks call it together.
+
+        Raises:
+            RequestError: one has; all ranks raise.
+        """
+        if self._storage is not None and not self._storage.is_empty:
+            where = self._run_dir if self.config.address is None else self.config.address
+            raise RequestError(
+                f"{where} holds the checkpoints of a run; pass resume=True to go on, or use another run_dir"
+            )
 
     @property
     def every(self) -> int:
@@ -127,6 +147,7 @@ class Persistence:
                 return False
         self._refuse_another_place()
         self.saved_step = progress.step
+        progress = replace(progress, position=gather_position(progress.position, self.world))
         self.saver.save(
             progress.step,
             state.tensors,
@@ -173,18 +194,26 @@ class Persistence:
 
         All ranks call this together, when a step cannot be taken.
         """
-        if self.root is None or self.saver is None:
+        if self._storage is None or self.saver is None:
             return "last good checkpoint: none"
         self.saver.settle()
         done = Fallback(good=None, newest=None)
-        if self.world.is_first:
-            try:
-                done = fall_back(self.root, self.saver.proven.good)
-            except OSError as error:
-                self.reporter.warn(f"cannot set checkpoints aside in {self.root}: {error}")
+        storage, problem = self._storage, None
+        try:
+            if self.world.is_first:
+                done = storage.fall_back(self.saver.proven.good)
+        except OSError as error:
+            problem = error
         # What the first rank found, for all: the rank that fails first ends the others.
         good, newest, first, last = self._tell(done.good, done.newest, done.first_aside, done.last_aside)
-        return Fallback(good=good, newest=newest, first_aside=first, last_aside=last).describe(self.root)
+        try:
+            if not self.world.is_first:
+                storage.follow_back(good)
+        except OSError as error:
+            problem = error
+        if problem is not None:
+            self.reporter.warn(f"cannot set checkpoints aside in {storage.where}: {problem}")
+        return Fallback(good=good, newest=newest, first_aside=first, last_aside=last).describe(storage.where)
 
     def close(self) -> None:
         """Stop the writer."""
@@ -222,30 +251,64 @@ class Persistence:
             AgreedError: it was trained on other data. All ranks raise together.
             RunError: a rank cannot read it, or it does not fit this model. All ranks raise together.
         """
-        if self.root is None:
+        if self._storage is None or (step is not None and step < 0):
             return None
-        path, manifest = agree_on_checkpoint(
-            self.world, self.root, self._choose(self.root, step) if self.world.is_first else None
-        )
-        if path is None:
-            if step is None:
-                refuse_only_aside(self.root)
+        brought = self._storage.bring(self.world, step)
+        for name, reason in brought.refused if self.world.is_first else ():
+            self.reporter.event(CheckpointRefused(path=f"{self._storage.where}/{name}", reason=reason))
+            self.reporter.warn(f"checkpoint {name} is not whole and is passed over: {reason}")
+        if brought.path is None:
+            if brought.only_aside:
+                raise AgreedError(brought.only_aside)
             return None
-        good = newest_good(self.root, until=parse_step(path.name)) if self.world.is_first else None
+        try:
+            return self._load_together(self._storage, brought, state_at, named)
+        finally:
+            self._storage.give_back(brought)
+
+    def _load_together(
+        self,
+        storage: Storage,
+        brought: Brought,
+        state_at: Callable[[Progress], RankState],
+        named: Callable[[RankState, Collection[str]], RankState],
+    ) -> Restored | None:
+        """Load what was brought; when a rank cannot, no rank goes on."""
+        good = storage.newest_good(brought.step) if self.world.is_first else None
         (good,) = self._tell(good)
         restored, problem = None, ""
         refusal: type[ShoalError] = RunError
         try:
-            restored = self._load(path, manifest, state_at, named)
+            restored = self._load(brought, state_at, named)
             if self.saver is not None:
                 self.saver.proven.begin(restored.progress.step, good=good)
         except AgreedError as error:
-            problem, refusal = f"cannot go on from {path}: {error}", AgreedError
+            problem, refusal = f"cannot go on from {brought.name}: {error}", AgreedError
         except (OSError, ShoalError) as error:
-            problem = f"rank {self.world.rank} cannot go on from {path}: {error}"
-        if said := agree_on_failure(self.world, problem, where=path):
+            problem = f"rank {self.world.rank} cannot go on from {brought.name}: {error}"
+        if said := agree_on_failure(self.world, problem, where=brought.name):
             raise refusal(said)
         return restored
+
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint by name, as the first rank sees it. All ranks call it together."""
+        root = self.root
+        names = committed_names(root) if root is not None and self.world.is_first else []
+        return self._tell(names[0][0] if names else None)[0]
+
+    def go_on(self, step: int) -> None:
+        """The run goes on from a state in memory, after so many steps. All ranks call it together."""
+        newest = self.newest()
+        if self.saver is None or self.root is None or newest is None:
+            return
+        (good,) = self._tell(self._storage.newest_good(newest) if self._storage and self.world.is_first else None)
+        self.saver.proven.begin(newest, good=good)
+        self.saver.take(step)
+        self.saved_step = newest if newest == step else -1
+
+    def abandon(self) -> None:
+        """Forget a save that is under way: its ranks are not together any more, and their vote fails."""
+        self.saver = None
 
     def _tell(self, *steps: int | None) -> list[int | None]:
         """What the first rank says, to all."""
@@ -253,31 +316,17 @@ class Persistence:
         heard = self.world.all_reduce_(torch.tensor(told, dtype=torch.int64, device=self.world.device)).tolist()
         return [None if number == 0 else number - 1 for number in heard]
 
-    def _choose(self, root: Path, step: int | None) -> Path | None:
-        """The newest whole checkpoint, or that of this step; None when there is none."""
-        if step is not None and step < 0:
-            return None
-        if step is None:
-            found = newest_whole(root)
-        else:
-            path = root / step_name(step)
-            problems = verify(path) if path.is_dir() else ["it is gone"]
-            found = Found(path=None if problems else path, refused=((path, "; ".join(problems)),) if problems else ())
-        for path, reason in found.refused:
-            self.reporter.event(CheckpointRefused(path=str(path), reason=reason))
-            self.reporter.warn(f"checkpoint {path.name} is not whole and is passed over: {reason}")
-        return found.path
-
     def _load(
         self,
-        path: Path,
-        manifest: str,
+        brought: Brought,
         state_at: Callable[[Progress], RankState],
         named: Callable[[RankState, Collection[str]], RankState],
     ) -> Restored:
+        path, manifest = brought.path, brought.manifest
+        assert path is not None, "nothing is loaded where nothing was brought"
         prefix = f"rng/rank-{self.world.rank:03d}/"
         checkpoint = read(path, wanted=lambda name: name.startswith(prefix), expect=manifest)
-        progress = Progress.from_values(checkpoint.values.get("progress"), origin=str(path))
+        progress = Progress.from_values(checkpoint.values.get("progress"), origin=brought.name)
         if progress.step != checkpoint.step:
             raise RunError(f"its progress is of step {progress.step}, its manifest of step {checkpoint.step}")
         warning = refuse_other_data(checkpoint.values, self.data, accepted=self.config.other_data)
@@ -286,15 +335,15 @@ class Persistence:
             if progress.position.offset >= self.data.splits["train"].samples:
                 progress = replace(progress, position=Position(epoch=progress.position.epoch + 1))
         state = without_missing(state_at(progress), checkpoint.manifest.tensors)
-        refuse_other_state(state, checkpoint.manifest.tensors, origin=str(path))
+        refuse_other_state(state, checkpoint.manifest.tensors, origin=brought.name)
         state = named(state, checkpoint.manifest.tensors)
-        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=str(path))
+        load_rank_state(state, read_local(path, state.placements, expect=manifest), origin=brought.name)
         # Under another plan a rank's number means another replica, and the ranks that share one must draw alike.
         is_same_plan = checkpoint.manifest.plan == self.plan
         if not (is_same_plan and import_random_state(checkpoint.tensors, self.world.rank)):
             seed_process(self.seed + checkpoint.step, rank=self.replica)
         self.saved_step = progress.step
-        return Restored(progress=progress, path=path)
+        return Restored(progress=progress, path=brought.name)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ alike, so the decisions below are pure functions of them.
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import NoneType
 from typing import Any, Protocol
@@ -144,6 +144,25 @@ class Progress:
         return progress
 
 
+class AsyncHistory(Protocol):
+    """What a run remembers of an asynchronous pipeline."""
+
+    @property
+    def signature(self) -> str:
+        """What its versions of weights belong to."""
+
+    @property
+    def start(self) -> int:
+        """The step at which its history of versions began."""
+
+
+def signed(progress: Progress, pipeline: AsyncHistory | None) -> Progress:
+    """The progress with the history of versions that an asynchronous pipeline has; unchanged without one."""
+    if pipeline is None:
+        return progress
+    return replace(progress, async_signature=pipeline.signature, async_start=pipeline.start)
+
+
 def _impossible(progress: Progress) -> tuple[str, Any] | None:
     """The first field whose value no run can have."""
     scale, plateau, recovery = progress.loss_scale, progress.plateau, progress.recovery
@@ -221,3 +240,65 @@ def rate_factor(state: Recovery, config: TrainConfig) -> float:
 def after_rollback(state: Recovery, restored: Recovery) -> Recovery:
     """What is remembered after going back from ``state`` to a checkpoint that had ``restored``."""
     return replace(restored, left_out=0, rollbacks=state.rollbacks + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """What a run is between two steps but for its tensors: kept by runs that may have to go on from there without a checkpoint.
+
+    After a step's update comes what the recipe wants between steps: an evaluation, a save. A rank may be lost in the middle of
+    that, when the step counts already and the rest has not happened yet: the step is then *unsettled*, and whoever goes on from
+    it does the rest again, from what was known before it began.
+    """
+
+    progress: Progress
+    """With what hooks remember."""
+    unsettled: bool | None = None
+    """Whether the last step was taken, while what comes after it is not over; None when that is done."""
+
+    def as_values(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"progress": self.progress.as_values(), "unsettled": self.unsettled}
+
+    @classmethod
+    def from_values(cls, values: Any, *, origin: str) -> "Boundary":
+        """Back from JSON.
+
+        Raises:
+            RunError: it is something else.
+        """
+        unsettled = values.get("unsettled") if isinstance(values, dict) else ""
+        if unsettled not in (True, False, None):
+            raise RunError(f"{origin} does not say what came after its last step: {unsettled!r}")
+        return cls(progress=Progress.from_values(values.get("progress"), origin=origin), unsettled=unsettled)
+
+
+class Boundaries:
+    """The newest boundary, and the one before; empty while nobody asks for it."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self.known: tuple[Boundary, ...] = ()
+        """Newest last, of different steps."""
+        self.when_updated: Callable[[int], None] = lambda step: None
+        """Called with the number of steps, right after a step's update is everywhere that this rank reads it."""
+
+    def note(
+        self, progress: Progress, callbacks: Callable[[], Mapping[str, Any]], *, unsettled: bool | None = None
+    ) -> None:
+        """The run has come to a boundary; ``callbacks`` says what hooks remember."""
+        if not self.is_kept:
+            return
+        if unsettled is not None:
+            self.when_updated(progress.step)
+        self.put(Boundary(progress=replace(progress, callbacks=callbacks()), unsettled=unsettled))
+
+    def put(self, boundary: Boundary) -> None:
+        """Keep a boundary in place of an older one."""
+        before = [one for one in self.known if one.progress.step < boundary.progress.step]
+        self.known = (*before[-1:], boundary)
+
+    @property
+    def unsettled(self) -> bool | None:
+        """Of the newest."""
+        return self.known[-1].unsettled if self.known else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.checkpoint.files import step_name
+from shoal.checkpoint.places.address import check_address
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
 from shoal.compression.config import has_residual
@@ -22,6 +23,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
+from shoal.elastic.refusals import check_group
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.compression.settings import check_compression
@@ -46,6 +48,7 @@ from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
 from shoal.trainer.claim import check_claim, choose_run_dir, ends_alike, list_gentler, read_plan, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.elastic.limits import refuse_elastic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     if request.resume and not request.may_start:
         require_run_dir(run_dir)
     if request.resume:
-        refuse_only_aside(RunDir(run_dir).checkpoints)
+        refuse_only_aside(RunDir(run_dir).checkpoints, parts=recipe.checkpoint.place == "hosts")
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, resolved, run_dir=run_dir, resume=request.resume, own=own, tries=True)
     is_own = isinstance(recipe.data, OwnDataConfig)
@@ -200,6 +203,8 @@ def check_parts(
     assert data.spec is not None and data.train is not None, "data that was measured has a spec and a length"
     check_model(recipe.model, data.spec)
     refuse_settings(recipe, plan)
+    check_group(recipe.elastic, resolved.plan, rate_rule=recipe.optim.scale)
+    refuse_elastic(recipe, resolved.plan)
     wants_curves(recipe.telemetry, recipe.log)
     check_loggers(recipe.log)
     _check_callbacks(recipe, plan, data, own=own)
@@ -219,6 +224,7 @@ def check_parts(
         plan.check(facts)
     if _asks_the_module(recipe, plan, facts):
         own.check_plan(recipe, resolved.plan)
+    _check_place(recipe, resolved.plan)
     setup = resolve_run(recipe.train, resolved, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
@@ -240,9 +246,26 @@ def check_parts(
             *_server_warnings(recipe, setup.plan),
             *_idle_warnings(recipe, setup.plan),
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
+            *_round_warnings(setup.plan, setup.total_steps),
             *tried,
         ),
     )
+
+
+def _check_place(recipe: Recipe, plan: Plan) -> None:
+    """Refuse a place of checkpoints that this run cannot have.
+
+    Raises:
+        RequestError: says why, and the fix.
+    """
+    place, address = recipe.checkpoint.place, recipe.checkpoint.address
+    if plan.ps and place not in ("auto", "shared"):
+        raise RequestError(
+            f"plan {str(plan)!r}: checkpoint.place {place!r} is for ranks that save together; parameter servers write into one "
+            'folder that all of them see: leave it out, or set it to "shared"'
+        )
+    if address is not None:
+        check_address(address, plan.world_size)
 
 
 def _without_init(recipe: Recipe) -> Recipe:
@@ -339,8 +362,9 @@ def try_own_parts(recipe: Recipe, plan: Plan, *, own: OwnParts) -> tuple[str, ..
     Raises:
         RequestError: it does not.
     """
-    is_own = isinstance(recipe.model, OwnModelConfig) or isinstance(recipe.data, OwnDataConfig)
-    return own.try_parts(recipe, plan) if is_own or recipe.model.loss is not None else ()
+    has_own = isinstance(recipe.model, OwnModelConfig) or isinstance(recipe.data, OwnDataConfig)
+    has_own = has_own or recipe.model.loss is not None or any(map(is_own, recipe.eval.metrics))
+    return own.try_parts(recipe, plan) if has_own else ()
 
 
 def _odd_files(run_dir: Path) -> Iterator[str]:
@@ -400,10 +424,29 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
     rule = CompressRule.parse(plan.compress)
     if rule.start >= total_steps:
         yield f"compress={plan.compress} begins after the {total_steps} steps: nothing is compressed"
-    if rule.kind in COSTLY and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
+    # Measured of sums of gradients; islands send changes of weights, and a ratio of 1 leaves nothing out.
+    is_costly = (
+        rule.kind in COSTLY and plan.sync == "allreduce" and not (rule.kind in ("topk", "dgc") and rule.number == 1)
+    )
+    if is_costly and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
         yield (
             f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
             f"in benchmarks/compression"
+        )
+
+
+def _round_warnings(plan: Plan, total_steps: int) -> Iterator[str]:
+    """Islands that will never meet, or once."""
+    rule = SyncRule.parse(plan.sync)
+    if not rule.is_island_rule or rule.seconds is not None:
+        return
+    if rule.start >= total_steps:
+        yield f"sync={plan.sync} begins after the {total_steps} steps: islands sum their gradients all the time"
+    elif rule.start + rule.period > total_steps:
+        yield (
+            f"sync={plan.sync} has its first round after step {rule.start + rule.period}, and the run has {total_steps} steps: "
+            f"islands never agree, and what is saved is the mean of models that were trained apart; use a shorter period, such "
+            f"as {max(1, (total_steps - rule.start) // 4)}, or more steps"
         )
 
 

@@ -179,11 +179,14 @@ def _agree(world: World, data: Splits) -> Fingerprint:
 
 def _gather(world: World, own: Fingerprint) -> list[Fingerprint]:
     """Every rank's, in the order of ranks."""
-    text = json.dumps(own.as_values()).encode()
+    return [Fingerprint.from_values(json.loads(text)) for text in gather_texts(world, json.dumps(own.as_values()))]
+
+
+def gather_texts(world: World, own: str) -> list[str]:
+    """Every rank's text, in the order of ranks."""
+    text = own.encode()
     sizes = [int(size) for size in world.all_gather(torch.tensor([len(text)], device=world.device))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else padded[:0]
     rows = world.all_gather(padded.to(world.device))
-    return [
-        Fingerprint.from_values(json.loads(bytes(row[:size].tolist()))) for row, size in zip(rows, sizes, strict=True)
-    ]
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -67,7 +67,8 @@ def trace_nonfinite(model: ParallelModel, batch: StepBatch, *, step: int, scale:
     names = sorted({entry.parameter for entry in model.outline.values() if entry.parameter and entry.is_trained})
     runtime = model.runtime
     with _watching(model.model, names, runtime.clock if runtime is not None else None) as seen:
-        loss: torch.Tensor | float = model.passes.accumulate(batch, step=step, scale=scale, reduce=False)
+        losses = model.passes.accumulate(batch, step=step, scale=scale, reduce=False)
+        loss = sum(float(one) for one in losses if one is not None)
         if runtime is not None and seen.first_output != _NEVER:
             loss = math.nan  # Only the last stage has the loss; the stage that spoilt it may be another.
     # The forward passes above left notes for the running statistics; they are of a step that counts for nothing.

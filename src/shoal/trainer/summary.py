@@ -189,6 +189,8 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         )
     if summary.get("island_distance") is not None:
         lines.append(f"islands apart    {summary['island_distance']:.4g}, the root mean square distance to their mean")
+    if (sent := summary.get("exchange")) is not None:
+        lines.append(f"exchanged        {_describe_exchange(sent)}")
     # Where a sample is no sequence, its one item is nobody's token.
     items = "samples" if summary["tokens_per_s"] == summary.get("samples_per_s") else "tokens"
     lines += [
@@ -199,6 +201,14 @@ def describe_summary(summary: dict[str, Any], run_dir: Path) -> str:
         *describe_forecast(summary),
     ]
     return "\n".join(lines)
+
+
+def _describe_exchange(sent: Mapping[str, Any]) -> str:
+    """What replicas or islands sent each other, for people."""
+    rounds = "" if sent["rounds"] is None else f" in {_many(sent['rounds'], 'round')}"
+    if not sent["bytes"]:
+        return f"nothing{rounds}"
+    return f"{format_bytes(sent['bytes'])} by all ranks{rounds}, {sent['ratio']:.3g} times less than whole sums at every step"
 
 
 def _many(count: int, noun: str) -> str:

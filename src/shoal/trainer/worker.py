@@ -24,18 +24,20 @@ from shoal.comm.world import join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.rundir import RunDir, withhold
+from shoal.engine.exchanged import summarise_exchange
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.failures import report_failure
 from shoal.telemetry.memory import breakdown, is_out_of_memory, largest_tensors, peak_rss_bytes, table
-from shoal.telemetry.statusboard import Heartbeat, RankStatus
+from shoal.telemetry.statusboard import FinalStatus, Heartbeat, RankStatus
 from shoal.telemetry.summaryfile import write_summary
 from shoal.trainer import sharedmodel
 from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
+from shoal.trainer.elastic.rank import ElasticRank, is_elastic, summary_of
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
 from shoal.trainer.ratesearch.search import search_rate
@@ -66,12 +68,29 @@ def run_rank(
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = read_place(environment)
-    torch.set_num_threads(recipe.train.threads or default_threads(place.local_size or place.world_size))
+    given = int(environment.get("SHOAL_THREADS", "0"))
+    num_local = setup.world_size if is_elastic(environment) else place.local_size or place.world_size
+    torch.set_num_threads(recipe.train.threads or given or default_threads(num_local))
     rank_status = rank_status or attach_status(environment)
     with contextlib.ExitStack() as stack:
         if rank_status is not None:
             stack.enter_context(Heartbeat(rank_status))
             rank_status.enter("wait: joining the other ranks", 0)
+        if is_elastic(environment):
+            member = ElasticRank(
+                recipe,
+                setup,
+                run_dir,
+                resume=resume or place.generation > 0,
+                place=place,
+                environment=environment,
+                rank_status=rank_status,
+                stop=stop,
+            )
+            status = _run_views(stack.enter_context(member.taking_part()), run_dir, started)
+            if rank_status is not None:
+                rank_status.finish(status, stop_signal=stop.signal_number)
+            return status
         world = join_world(place, deadline_seconds=recipe.elastic.collective_deadline, store=store)
         if rank_status is not None:
             rank_status.enter("building model and data", 0)
@@ -101,10 +120,34 @@ def run_rank(
     return trainer.status
 
 
+def _run_views(member: ElasticRank, run_dir: Path, started: float) -> FinalStatus:
+    """Take part in one view after another, until the run is over."""
+    for view in member.views():
+        trainer: Trainer | None = None
+        try:
+            trainer = member.build(view)
+            member.train(trainer)
+            summary = summarise(trainer, wall_seconds=time.monotonic() - started)
+            if trainer.world.is_first:
+                write_summary(run_dir, summary | {"elastic": summary_of(member.counts)})
+            trainer.world.barrier()
+            failure, status = trainer.persistence.failure, trainer.status
+            trainer.close()
+        except BaseException as error:  # It ends this process, or leads to the next view.
+            member.leave(trainer, error)
+            trainer = None
+            continue
+        if failure is not None:
+            raise RunError(f"the last checkpoint could not be written: {failure}")
+        return status
+    raise AssertionError("views are without end")
+
+
 def hear_stop_signals(*, listen_to_ctrl_c: bool) -> StopRequest:
     """A request to stop that this process's signals make, from now on: they may come while the model is still being built."""
     stop = StopRequest()
-    stop.listen((signal.SIGTERM, signal.SIGINT) if listen_to_ctrl_c else (signal.SIGTERM,))
+    # srun and mpirun hand on SIGUSR2 and leave the rank its time; what they do at SIGTERM is over after a second.
+    stop.listen((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) if listen_to_ctrl_c else (signal.SIGTERM,))
     # What came before there was somebody to hear it was held back (``launch/forkserver.py``), and is heard now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return stop
@@ -128,6 +171,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
     peak = torch.tensor([peak_rss_bytes()], dtype=torch.int64, device=trainer.world.device)
     peaks = [int(tensor) for tensor in trainer.world.all_gather(peak)]
     seconds = progress.trained_seconds
+    exchanged = summarise_exchange(trainer.engine, trainer.world)
     return {
         "status": trainer.status,
         "stopped_by": trainer.stopped_by,
@@ -149,6 +193,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "weights_sha256": trainer.hash_weights(),
         **({} if trainer.adapt is None else {"adapt": trainer.adapt.event(progress.step).as_dict()}),
         **({} if trainer.engine.islands is None else {"island_distance": trainer.engine.islands.distance()}),
+        **exchanged,
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.pipelines import DEFAULT_SCHEDULE, schedule_facts
 from shoal.core.plan import Plan
@@ -31,11 +31,10 @@ from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import OwnParts
 from shoal.tuning.agreement import agreement_of
+from shoal.tuning.options import check_options
 from shoal.tuning.planned_model import check_experts, costs_for, facts_for
 from shoal.tuning.ways_to_agree import FEW_DEVICES, Way, other_ways
 
-ALLOWED = ("lossy",)
-"""What ``--allow`` takes: plans whose replicas agree in other ways than by whole sums at every step."""
 _MANY = 1_000_000
 _MOST_SPLIT = 256
 """Devices up to which a split of each layer's own is looked for: beyond them there are too many splits for a few seconds."""
@@ -54,7 +53,7 @@ class PlanRequest:
     precisions: tuple[str, ...] = ()
     """Compute types to rank together; those of ``[planner]``, else the recipe's own, when left out."""
     allow: tuple[str, ...] = ()
-    """What else may be suggested, of ``ALLOWED``."""
+    """What else may be suggested, of ``options.ALLOWED``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +194,8 @@ def plan_for(request: PlanRequest, *, own: OwnParts) -> Answer:
         RequestError: an unknown device or precision, a model that cannot be traced, a cluster that is too small; each with its
             fix.
     """
+    check_options(top=request.top, allow=request.allow)
     recipe = read_recipe(request.recipe, request.overrides)
-    if request.top < 1:
-        raise RequestError(f"--top is {request.top}; give 1 or more")
-    for word in request.allow:
-        if word not in ALLOWED:
-            raise RequestError(f"--allow {word!r} is unknown; {did_you_mean(word, ALLOWED)}")
     job, facts = build_job(recipe, request.cluster, global_batch=request.global_batch, own=own)
     limits = Limits(facts=facts)
     wanted = request.precisions or tuple(recipe.planner.precisions)

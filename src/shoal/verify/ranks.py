@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch types this name only there
 
 from shoal.comm.mesh import GRID
-from shoal.comm.shared import SharedTransport
 from shoal.comm.trafficcounter import TrafficCounts, traffic_rows
 from shoal.comm.world import join_world
 from shoal.compression.exchange import CompressedSum
@@ -275,7 +274,7 @@ def _sizes(
 def adds_in_order(trainer: Trainer) -> bool:
     """True when sums over replicas run in the order of ranks, so that any number of them keeps the reference's bits."""
     transport = trainer.mesh.replicas.transport
-    return transport is None or isinstance(transport, SharedTransport)
+    return transport is None or transport.is_ordered
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
+from shoal.verify.exclusive import has_clock, refuse_clock
 from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.case import Case, Tree
 
@@ -292,10 +293,8 @@ def _refuse_unprovable_sums(subject: Subject, plan: Plan) -> None:
 def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
     """Refuse islands whose rounds are not a function of the steps, or too far apart to be seen in a proof."""
     rule, needed = SyncRule.parse(plan.sync), steps_to_prove(plan, subject.recipe.train)
-    if rule.seconds is not None:
-        raise RequestError(
-            f"plan {str(plan)!r}: rounds by the clock are at other steps in every run; prove sync=local:H, which does the same"
-        )
+    if has_clock(plan):
+        refuse_clock(plan)
     if needed > min(LONGEST_PROOF, subject.total_steps):
         raise RequestError(
             f"plan {str(plan)!r}: two rounds take {needed} steps, and a proof has {min(LONGEST_PROOF, subject.total_steps)} at "

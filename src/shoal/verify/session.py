@@ -8,6 +8,8 @@ from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.trainer.config import Recipe, RecipeLike, name_recipe, read_recipe
 from shoal.verify.certificate import Certificate, MutantResult
+from shoal.verify.elastic.proof import prove_elastic
+from shoal.verify.elastic.script import parse_script
 from shoal.verify.exclusive import check_exclusive
 from shoal.verify.mutants.catalogue import MUTANTS, PREDICTION, own_recipe, with_overrides
 from shoal.verify.mutants.mutant import Mutant
@@ -32,6 +34,7 @@ def verify(
     steps: int = DEFAULT_STEPS,
     dtype: str | None = None,
     overrides: Sequence[str] = (),
+    elastic: str | None = None,
     log: Log = lambda line: None,
     save: Save = lambda certificate: None,
 ) -> Certificate:
@@ -50,6 +53,8 @@ def verify(
         dtype: ``float64``, ``float32``, ``bfloat16`` or ``float16`` for all plans; left out, the recipe's, and float64 too
             where sums are split.
         overrides: ``section.key=value`` for the recipe, as ``--set`` has them.
+        elastic: how many replicas are present, such as ``4,3,1,4``: each plan is also run under ``elastic.mode = "shrink"`` with
+            replicas that die like that, and must end in the bits of the plan left alone.
         log: called with each line for people.
         save: called with all that is known so far, after every proof.
 
@@ -73,6 +78,7 @@ def verify(
         steps=steps,
         precision=dtype,
         overrides=overrides,
+        elastic=elastic,
         log=log,
         save=save,
     )
@@ -89,6 +95,7 @@ def verify_plans(
     overrides: Sequence[str],
     log: Log,
     save: Save,
+    elastic: str | None = None,
 ) -> Certificate:
     """Prove plans. Every one has a result: one that cannot run, or that fails, takes none of the others with it.
 
@@ -105,6 +112,10 @@ def verify_plans(
         overrides=overrides,
     )
     recipe = request.subject.recipe
+    if elastic is not None:
+        # Before the first proof, which takes its time.
+        for proposal in request.proposals:
+            parse_script(elastic, dp=proposal.plan.dp or 1)
     threads = recipe.train.threads or _THREADS
     certificate = _begin(given, recipe, steps=steps, threads=threads, overrides=overrides)
     certificate = replace(
@@ -132,6 +143,13 @@ def verify_plans(
                 wall_s=time.monotonic() - started,
             )
             save(certificate)
+    for plan in dict.fromkeys(str(proposal.plan) for proposal in request.proposals) if elastic else ():
+        log(f"{plan} with {elastic} replicas")
+        results.append(prove_elastic(recipe, Plan.parse(plan), str(elastic)))
+        certificate = replace(
+            certificate, plans=(*settle(results), *left_out), pending=(), wall_s=time.monotonic() - started
+        )
+        save(certificate)
     return certificate
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.mesh import Mesh
-from shoal.core.axes import Axis
 from shoal.core.plan import Plan
 from shoal.data.batchform import map_targets
 from shoal.data.loader import Microbatch, StepBatch
@@ -54,7 +53,7 @@ class Filler:
         has_norm = batchnorm.is_applied(model)
         waits = plan.zero == 3 or is_pipeline or (has_norm and batch_norm == "sync")
         microbatch = None
-        if waits and (mesh.has(Axis.DATA) or is_pipeline):
+        if waits and (mesh.num_logical > 1 or is_pipeline):
             items = source.collate([0])
             # Statistics of no sample at all are what counts for nothing in them.
             size = 0 if has_norm else 1

@@ -4,7 +4,8 @@ A loader has loaded ahead with the old size when a change comes. Only the positi
 what was loaded ahead is forgotten, and read again by the next loader.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shoal.data.loader import Loader, StepBatch
@@ -44,3 +45,36 @@ class Batches:
     def close(self) -> None:
         """Stop loading ahead. May be called twice."""
         self.loader.close()
+
+
+class RoundBatches:
+    """Hands out what this rank computes in all rounds of a step: its own share, and those of absent replicas.
+
+    Args:
+        source: of the samples.
+        rounds: the logical replica of each round; None where there is none left for this rank.
+        options: those of ``Batches``.
+    """
+
+    def __init__(self, source: Source, *, rounds: Sequence[int | None], **options: Any) -> None:
+        self._parts = [None if one is None else Batches(source, replica=one, **options) for one in rounds]
+        first = self._parts[0]
+        assert first is not None, "everyone who is present has a share"
+        self._first = first
+
+    @property
+    def loader(self) -> Loader:
+        """The one that the last batch of the first round is from."""
+        return self._first.loader
+
+    def next(self) -> StepBatch:
+        """The next step's batch, with those of later rounds."""
+        found, *later = [None if part is None else part.next() for part in self._parts]
+        assert found is not None
+        return replace(found, later=tuple(later)) if later else found
+
+    def close(self) -> None:
+        """Stop loading ahead. May be called twice."""
+        for part in self._parts:
+            if part is not None:
+                part.close()

@@ -75,11 +75,14 @@ def batch_plans(train: TrainConfig, plan: Plan, micro_batch: int, axis: str) -> 
     for batch in all_batches(train)[1:]:
         if batch % unit:
             below, each = batch - batch % unit, batch // plan.num_shares
+            # No microbatch makes up a batch that the replicas do not share evenly.
+            smaller = (
+                f", or set train.micro_batch to {math.gcd(each, micro_batch)}" if batch % plan.num_shares == 0 else ""
+            )
             raise RequestError(
                 f"train.batch_schedule has a batch of {batch}, which is not a multiple of {unit}, {axis} {plan.num_shares} x the "
                 f"microbatch of {micro_batch} samples that the run keeps; set it to "
-                f"{' or '.join(str(size) for size in (below, below + unit) if size)}, or set train.micro_batch to "
-                f"{math.gcd(each, micro_batch) if batch % plan.num_shares == 0 else 1}"
+                f"{' or '.join(str(size) for size in (below, below + unit) if size)}{smaller}"
             )
         if plan.pp > 1:
             yield replace(plan, microbatches=batch // unit)

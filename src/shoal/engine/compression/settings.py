@@ -62,6 +62,11 @@ def compression_settings(train: TrainConfig, optim: OptimConfig, config: Compres
             f"compress={plan.compress} freezes every variance at one step, and train.unused_parameters leaves some without any; "
             f"set unused_parameters=false, or use compress=int8"
         )
+    if rule.kind == "onebit" and optim.hold_half_life and train.batch_schedule is not None:
+        found.append(
+            f"compress={plan.compress} freezes the variance with the decay of one step, and optim.hold_half_life changes it "
+            f"with every batch of train.batch_schedule; leave one of the two out, or use compress=int8"
+        )
     if rule.kind == "onebit" and optim.adapt != "none":
         found.append(
             f"compress={plan.compress} never sums gradients, and optim.adapt {optim.adapt} reads them; leave adapt out, or use "

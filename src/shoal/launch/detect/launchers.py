@@ -3,7 +3,7 @@
     launcher    its sign                            where rank 0 is
     supervisor  SHOAL_STORE                         ranks meet in a file
     torchrun    RANK and WORLD_SIZE                 MASTER_ADDR, MASTER_PORT
-    tf_config   TF_CONFIG                           cluster.chief[0], else cluster.worker[0]
+    tf_config   TF_CONFIG                           cluster.ps[0], else chief[0], else worker[0]
     openmpi     OMPI_COMM_WORLD_RANK                nobody says: MASTER_ADDR, or one host
     mpich       PMI_RANK and PMI_SIZE               the same
     slurm       SLURM_STEP_ID and SLURM_PROCID      first host of SLURM_STEP_NODELIST
@@ -64,34 +64,35 @@ def read_torchrun(environment: Environment) -> Place | None:
 
 
 def read_tf_config(environment: Environment) -> Place | None:
-    """``TF_CONFIG``: the chief is rank 0 and workers follow; without a chief worker 0 is the first."""
+    """``TF_CONFIG``: the chief is rank 0 and workers follow; without a chief worker 0 is the first.
+
+    Where the cluster has parameter servers, those are the first ranks, and a chief is the first worker.
+    """
     if "TF_CONFIG" not in environment:
         return None
     try:
         config = json.loads(environment["TF_CONFIG"])
         cluster: dict[str, list[str]] = config["cluster"]
         kind, index = str(config["task"]["type"]), int(config["task"]["index"])
-        ranks = [*cluster.get("chief", []), *cluster.get("master", []), *cluster.get("worker", [])]
-        where = [str(one) for one in ranks]
+        order = ("ps", "chief", "master", "worker")
+        where = [str(one) for name in order for one in cluster.get(name, [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
             f"TF_CONFIG is not a cluster with a task: {error!r}; it should read "
             '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
         ) from error
-    num_chiefs = len(where) - len(cluster.get("worker", []))
-    if kind in ("ps", "evaluator"):
+    if kind == "evaluator":
         raise RequestError(
-            f"TF_CONFIG makes this process {kind} {index}, which is no rank; start parameter servers with "
-            "`shoal role`, and evaluate a run with `shoal eval`"
+            f"TF_CONFIG makes this process {kind} {index}, which is no rank; evaluate a run with `shoal eval`"
         )
     members = cluster.get(kind, [])
-    if kind not in ("chief", "master", "worker") or not 0 <= index < len(members):
+    if kind not in order or not 0 <= index < len(members):
         raise RequestError(f"TF_CONFIG makes this process {kind} {index} of a cluster with {len(members)} of that kind")
     address, _, port = where[0].rpartition(":")
     if not address or not port.isdigit():
         raise RequestError(f"TF_CONFIG: the first rank is at {where[0]!r}, which is not host:port")
     hosts = [one.rpartition(":")[0] for one in where]
-    rank = index + (num_chiefs if kind == "worker" else 0)
+    rank = index + sum(len(cluster.get(name, [])) for name in order[: order.index(kind)])
     return Place(
         rank=rank,
         world_size=len(where),
@@ -102,6 +103,7 @@ def read_tf_config(environment: Environment) -> Place | None:
         hosts=tuple(dict.fromkeys(hosts)),
         address=address,
         port=int(port),
+        num_servers=len(cluster.get("ps", [])),
         evidence=_evidence(environment, "TF_CONFIG"),
     )
 
@@ -178,21 +180,32 @@ def read_slurm(environment: Environment) -> Place | None:
 
 
 def read_indexed(environment: Environment) -> Place | None:
-    """A pod of an indexed job of Kubernetes, or a worker with an index, whose job says the size and where index 0 is."""
+    """A pod of an indexed job of Kubernetes, or a worker with an index, whose job says the size and where index 0 is.
+
+    With ``LOCAL_WORLD_SIZE`` the index is that of a node with so many ranks, each of which has its ``LOCAL_RANK``.
+    """
     sign = next((one for one in ("JOB_COMPLETION_INDEX", "WORKER_INDEX") if one in environment), None)
     if sign is None or "WORLD_SIZE" not in environment or "MASTER_ADDR" not in environment:
         return None
+    index, per_node = _number(environment, sign, 0), _number(environment, "LOCAL_WORLD_SIZE", 1)
+    if per_node > 1 and "LOCAL_RANK" not in environment:
+        raise RequestError(
+            f"{sign}={index} makes this process a node with {per_node} ranks (LOCAL_WORLD_SIZE), which are not started yet; "
+            f"start them with `shoal train ... --per-node {per_node}`"
+        )
+    local_rank = _number(environment, "LOCAL_RANK", 0)
+    names = (sign, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return _checked(
         Place(
-            rank=_number(environment, sign, 0),
+            rank=index * per_node + local_rank,
             world_size=_number(environment, "WORLD_SIZE", 0),
-            local_rank=0,
-            local_size=1,
+            local_rank=local_rank,
+            local_size=per_node,
             is_launched=True,
             launcher="indexed",
             address=environment["MASTER_ADDR"],
             port=_number(environment, "MASTER_PORT", 0) or _FIRST_PORT,
-            evidence=_evidence(environment, sign, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+            evidence=_evidence(environment, *names),
         ),
         sign,
         "WORLD_SIZE",

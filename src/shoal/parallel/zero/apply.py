@@ -32,7 +32,7 @@ from shoal.core.placement import Placement, place_whole
 from shoal.parallel.analysis.structure import ModuleAnalysis
 from shoal.parallel.compressed import CompressedGradients, Compressing
 from shoal.parallel.zero.gradients import GradientStore, pieces_of
-from shoal.parallel.zero.layout import Pool, ZeroLayout, lay_out, owned_elements
+from shoal.parallel.zero.layout import Pool, ZeroLayout, backward_visits, lay_out, next_visit, owned_elements
 from shoal.parallel.zero.quantized import WeightCodec
 from shoal.parallel.zero.weights import WeightStore
 
@@ -189,6 +189,7 @@ class ZeroReduction:
             self.store.forget()
             return
         channel = self.mesh.channel(Axis.DATA)
+        handles = []
         for index, (unit, start) in enumerate(zip(self.layout.units, self._starts, strict=True)):
             whole = self.weights[start : start + unit.size]
             if self.codec is not None:
@@ -196,7 +197,9 @@ class ZeroReduction:
                 self.codec.gather(index, self.masters[first : first + unit.counts[self.rank]], whole, channel)
                 continue
             own = whole[unit.start(self.rank) : unit.start(self.rank) + unit.counts[self.rank]]
-            channel.all_gather(own, whole, unit.counts)
+            handles.append(channel.start_all_gather(own, whole, unit.counts))
+        for handle in handles:
+            handle.wait()
 
     def untouched(self) -> list[str]:
         """Parameters that got no gradient on this rank in this step, in the order of names; they count as zeros."""
@@ -212,6 +215,7 @@ class ZeroReduction:
             itemsize=self.weights.element_size(),
             num_context_ranks=self.mesh.degree(Axis.CONTEXT),
             calls=calls,
+            prefetches=self.store is not None and self.store.prefetches,
             gathered_bytes=None
             if self.codec is None
             else [sum(self.codec.counts(i)) for i in range(len(self.layout.units))],
@@ -247,6 +251,7 @@ def forecast_traffic(
     num_context_ranks: int = 1,
     calls: list[tuple[int, bool]] | None = None,
     gathered_bytes: Sequence[int] | None = None,
+    prefetches: bool = False,
 ) -> TrafficCounts:
     """What one step of one rank should move, by axis and operation.
 
@@ -259,6 +264,7 @@ def forecast_traffic(
         calls: visits in the order of a forward pass, and whether their backward pass reads weights; each module once when
             left out.
         gathered_bytes: of each unit's weights, where they are compressed.
+        prefetches: the next unit is gathered while one computes (between hosts).
     """
     sizes = [unit.size * itemsize for unit in layout.units]
     counts: TrafficCounts = {}
@@ -267,49 +273,53 @@ def forecast_traffic(
     if layout.num_ranks == 1:
         return counts
     counts[Axis.DATA.value, "reduce_scatter"] = Traffic(calls=len(sizes), num_bytes=sum(sizes))
-    gathered = list(range(len(sizes))) if stage < 3 else _gathered_units(layout, num_microbatches, calls)[0]
+    gathered = list(range(len(sizes))) if stage < 3 else _gathered_units(layout, num_microbatches, calls, prefetches)[0]
     num_bytes = sum((gathered_bytes or sizes)[index] for index in gathered)
     counts[Axis.DATA.value, "all_gather"] = Traffic(calls=len(gathered), num_bytes=num_bytes)
     return counts
 
 
-def predict_pool(layout: ZeroLayout) -> list[int]:
+def predict_pool(layout: ZeroLayout, *, prefetches: bool = False) -> list[int]:
     """Elements of each buffer that stage 3 gathers units into, when every module is called once."""
-    return _gathered_units(layout, 1, None)[1]
+    return _gathered_units(layout, 1, None, prefetches)[1]
 
 
 def _gathered_units(
-    layout: ZeroLayout, num_microbatches: int, calls: list[tuple[int, bool]] | None
+    layout: ZeroLayout, num_microbatches: int, calls: list[tuple[int, bool]] | None, prefetches: bool
 ) -> tuple[list[int], list[int]]:
     """The units that a step gathers at stage 3, in order, and the buffers for them: the pool's own policy without memory."""
     if calls is None:
         calls = [(number, visit.reads_in_backward) for number, visit in enumerate(layout.visits)]
     pool, gathered = Pool(layout.capacities()), []
+    coming: dict[int, int] = {}
 
-    def take(units: tuple[int, ...]) -> list[int]:
-        places = []
-        for index in units:
-            place, is_there = pool.take(index)
-            places.append(place)
-            gathered.extend([] if is_there else [index])
-        return places
+    def gather(index: int) -> int:
+        place, is_there = pool.take(index)
+        gathered.extend([] if is_there else [index])
+        return place
 
+    def take(units: tuple[int, ...]) -> dict[int, int]:
+        return {index: coming.pop(index) if index in coming else gather(index) for index in units}
+
+    def prefetch(units: tuple[int, ...], held: Mapping[int, int]) -> None:
+        if prefetches and not coming:
+            coming.update({index: gather(index) for index in units if index not in held})
+
+    backward = backward_visits(layout, calls)
     for _ in range(num_microbatches):
         root = take(() if layout.root is None else (layout.root,))
-        forward = [layout.visits[number].units for number, _ in calls]
-        backward = [
-            layout.visits[number].units for number, reads in reversed(calls) if reads or _has_block(layout, number)
-        ]
-        for units in [*forward, *backward]:
-            for place in take(units):
+        prefetch(next_visit(layout, -1), root)
+        ahead = [(layout.visits[number].units, next_visit(layout, number)) for number, _ in calls]
+        ahead += zip(backward, [*backward[1:], ()][: len(backward)], strict=True)
+        for units, following in ahead:
+            held = take(units)
+            prefetch(following, held)
+            for place in held.values():
                 pool.let_go(place)
-        for place in root:
+        for place in (*coming.values(), *root.values()):
             pool.let_go(place)
+        coming.clear()
     return gathered, pool.sizes
-
-
-def _has_block(layout: ZeroLayout, number: int) -> bool:
-    return any(layout.units[index].is_block for index in layout.visits[number].units)
 
 
 def _refuse_mixtures(parameters: Mapping[str, nn.Parameter]) -> None:

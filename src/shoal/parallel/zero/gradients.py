@@ -8,21 +8,26 @@ share of the global mean.
     shards  (stages 2 and 3, one microbatch)     one buffer for this rank's shards, and buckets for the units in flight
 
 Every rank reduces units in the same fixed order, from the last to the first, whatever order autograd finishes them in: a unit
-that is done early waits for its turn.
+that is done early waits for its turn. Between hosts a reduction goes on while the backward pass does.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.carry import NOTHING, CarriedSum
+from shoal.comm.channel import Handle
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.parallel.compressed import CompressedGradients
 from shoal.parallel.zero.layout import Pool, Slot, Unit, ZeroLayout
+
+MOST_UNDER_WAY = 2
+"""Buckets that are being reduced between hosts while the next is filled; more would only hold more memory."""
 
 
 class GradientStore:
@@ -59,6 +64,7 @@ class GradientStore:
         self._pool = Pool(layout.capacities())
         self._pool_buffers: list[Tensor] = []
         self._buckets: dict[int, tuple[Tensor, int | None]] = {}
+        self._under_way: list[tuple[int, Handle]] = []
         self._order = list(reversed(range(len(layout.units))))
         self._turn = 0
         self._arrived: set[str] = set()
@@ -77,6 +83,7 @@ class GradientStore:
 
     def begin_step(self) -> None:
         """Forget what the last step gathered."""
+        self._settle(0)
         for index in list(self._buckets):
             self._drop_bucket(index)
         self._turn = 0
@@ -96,6 +103,28 @@ class GradientStore:
             index = self._order[self._turn]
             self._fill_missing(index)
             self._reduce(index)
+        self._settle(0)
+
+    def begin_rounds(self) -> list[CarriedSum]:
+        """What the rounds of a step are summed in, a sum for each unit; see ``parallel/logical.py``."""
+        return [CarriedSum(self._data) for _ in self.layout.units]
+
+    def end_round(self, sums: Sequence[CarriedSum], *, is_empty: bool, is_last: bool) -> None:
+        """Add a round's whole gradients to those of the rounds before; after the last, this rank's shards have the sum."""
+        assert self.keeps_whole
+        for index in self._order:
+            bucket = self._bucket(index)
+            if is_empty:
+                bucket.fill_(NOTHING)
+            else:
+                self._fill_missing(index)
+            self._context.all_reduce_(bucket)
+            if is_last:
+                sums[index].scatter(bucket, self.shard(index), self.layout.units[index].counts)
+            else:
+                sums[index].add_(bucket)
+        self._turn = len(self._order) if is_last else 0
+        self._arrived.clear()
 
     def put(self, name: str, gradient: Tensor) -> None:
         """Add the whole gradient of a parameter that is in ``apart``."""
@@ -212,10 +241,19 @@ class GradientStore:
         unit = self.layout.units[index]
         bucket = self._bucket(index)
         self._context.all_reduce_(bucket)
-        self._data.reduce_scatter(bucket, self.shard(index), unit.counts)
+        handle = self._data.start_reduce_scatter(bucket, self.shard(index), unit.counts)
         self._turn += 1
-        if index in self._buckets:
-            self._drop_bucket(index)
+        self._under_way.append((index, handle))
+        # Whole gradients have their memory anyway, so any number of them may be on their way.
+        self._settle((len(self._order) if self.keeps_whole else MOST_UNDER_WAY) if self._data.overlaps else 0)
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many reductions are under way, and give their buckets back."""
+        while len(self._under_way) > most:
+            index, handle = self._under_way.pop(0)
+            handle.wait()
+            if index in self._buckets:
+                self._drop_bucket(index)
 
     def _fill_missing(self, index: int) -> None:
         for slot in self.layout.units[index].slots:

@@ -229,6 +229,23 @@ def _row_cuts(shape: Shape, offset: int, cuts: Sequence[int]) -> tuple[int, ...]
     return tuple(min(max(-((offset - cut) // row), 0), num_rows) for cut in cuts)
 
 
+def next_visit(layout: ZeroLayout, number: int) -> tuple[int, ...]:
+    """The units of the visit that follows in the order of the model: what is gathered ahead in a forward pass."""
+    return layout.visits[number + 1].units if number + 1 < len(layout.visits) else ()
+
+
+def backward_visits(layout: ZeroLayout, calls: Sequence[tuple[int, bool]]) -> list[tuple[int, ...]]:
+    """The units that a backward pass reads, visit by visit, after a forward pass with these calls.
+
+    A call is a visit's number, and whether autograd saved weights in it; a block is gathered anyway, before its backward pass.
+    """
+    return [
+        layout.visits[number].units
+        for number, reads in reversed(calls)
+        if reads or any(layout.units[index].is_block for index in layout.visits[number].units)
+    ]
+
+
 @dataclass
 class _Buffer:
     capacity: int

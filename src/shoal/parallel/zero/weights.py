@@ -5,6 +5,8 @@
     backward   a hook on a block's outputs gathers it before its backward pass begins (a recomputed block needs its weights);
                it is let go when its gradients are in
 
+Between hosts the unit that comes next is gathered while one computes (``_prefetch``), into a buffer more than without.
+
 What autograd saves for the backward pass would keep a gathered weight alive, or read the next unit's weights in the same memory.
 So saved tensors that lie in a pool buffer are packed as (unit, offset, shape, strides) and read from wherever the unit then is.
 ``fully_shard`` frees and allocates storages instead, which on the CPU costs a page fault per 4 KiB, every time.
@@ -20,11 +22,11 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from shoal.comm.channel import is_silent
+from shoal.comm.channel import DONE, Handle, is_silent
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
-from shoal.parallel.zero.layout import Pool, ZeroLayout
+from shoal.parallel.zero.layout import Pool, ZeroLayout, backward_visits, next_visit
 from shoal.parallel.zero.quantized import WeightCodec
 
 
@@ -83,6 +85,13 @@ class WeightStore:
         """Units whose gradients of this microbatch are in."""
         self._saving: list[saved_tensors_hooks] = []
         self._was_packed = False
+        self.prefetches = self._channel.overlaps and codec is None
+        """The next unit is gathered while one computes."""
+        self._coming: dict[int, Handle] = {}
+        """Units that have a buffer and are being gathered into it, before anybody holds them."""
+        self._backward: list[tuple[int, ...]] = []
+        """The units of the visits that the coming backward pass makes, in its order."""
+        self._backward_at = 0
         for index in range(len(layout.units)):
             self._point(index, self._absent[index])
 
@@ -98,7 +107,7 @@ class WeightStore:
         model.register_forward_hook(self._leave_model, always_call=True)
         for number, visit in enumerate(self.layout.visits):
             module = model.get_submodule(visit.path)
-            module.register_forward_pre_hook(_enter_hook(self, visit.units), prepend=True)
+            module.register_forward_pre_hook(_enter_hook(self, number), prepend=True)
             module.register_forward_hook(_leave_hook(self, number), always_call=True)
 
     def end_microbatch(self) -> None:
@@ -108,6 +117,11 @@ class WeightStore:
             self._end_saving()
         self._held_for_backward.clear()
         self._is_over.clear()
+        self._backward = []
+        for index, handle in self._coming.items():
+            handle.wait()
+            self._pool.let_go(self._place.pop(index))
+        self._coming.clear()
         for index, count in enumerate(self._holds):
             if count:
                 self._holds[index] = 1
@@ -133,6 +147,7 @@ class WeightStore:
         self.calls.clear()
         if self.layout.root is not None:
             self._hold_for_backward(self.layout.root)
+        self._prefetch(next_visit(self.layout, -1))
         self._begin_saving()
 
     @_disable_dynamo
@@ -142,10 +157,13 @@ class WeightStore:
         self._end_saving()
         if not torch.is_grad_enabled():
             self.end_microbatch()
+        elif self.prefetches:
+            self._backward, self._backward_at = backward_visits(self.layout, self.calls), 0
 
     @_disable_dynamo
-    def enter(self, units: tuple[int, ...]) -> None:
-        """A module that reads these units begins."""
+    def enter(self, number: int) -> None:
+        """A module that reads the units of this visit begins."""
+        units = self.layout.visits[number].units
         if is_silent():
             return  # It is only asked for shapes, and its weights are not read.
         if _is_in_backward():
@@ -155,6 +173,7 @@ class WeightStore:
             return
         for index in units:
             self._hold(index)
+        self._prefetch(next_visit(self.layout, number))
         self._begin_saving()
         self._was_packed = False
 
@@ -186,17 +205,40 @@ class WeightStore:
 
     def _hold(self, index: int) -> None:
         if self._holds[index] == 0:
-            place, is_there = self._pool.take(index)
-            if place == len(self._buffers):
-                self._add_buffer(self._pool.sizes[place])
-            unit = self.layout.units[index]
-            if not is_there and self._codec is not None:
-                self._codec.gather(index, self._shards[index], self._buffers[place][: unit.size], self._channel)
-            elif not is_there:
-                self._channel.all_gather(self._shards[index], self._buffers[place][: unit.size], unit.counts)
-            self._place[index] = place
-            self._point(index, self._views_in(index, place))
+            handle = self._coming.pop(index) if index in self._coming else self._gather(index)
+            handle.wait()
+            self._point(index, self._views_in(index, self._place[index]))
         self._holds[index] += 1
+
+    def _gather(self, index: int) -> Handle:
+        """Give a unit a buffer, and begin to gather it unless it is there."""
+        place, is_there = self._pool.take(index)
+        if place == len(self._buffers):
+            self._add_buffer(self._pool.sizes[place])
+        self._place[index] = place
+        if is_there:
+            return DONE
+        unit, shard = self.layout.units[index], self._shards[index]
+        whole = self._buffers[place][: unit.size]
+        if self._codec is None:
+            return self._channel.start_all_gather(shard, whole, unit.counts)
+        self._codec.gather(index, shard, whole, self._channel)
+        return DONE
+
+    def _prefetch(self, units: tuple[int, ...]) -> None:
+        """Begin to gather what is needed next; not more than one visit ahead."""
+        if self.prefetches and not self._coming:
+            for index in units:
+                if not self._holds[index] and index not in self._is_over:
+                    self._coming[index] = self._gather(index)
+
+    def _prefetch_backward(self, index: int) -> None:
+        """A unit is held for its backward pass: begin to gather that of the visit before it."""
+        for place in range(self._backward_at, len(self._backward) - 1):
+            if index in self._backward[place]:
+                self._backward_at = place
+                self._prefetch(self._backward[place + 1])
+                return
 
     def _let_go(self, index: int) -> None:
         self._holds[index] -= 1
@@ -215,6 +257,7 @@ class WeightStore:
                 self._let_go(other)
         self._held_for_backward.add(index)
         self._hold(index)
+        self._prefetch_backward(index)
 
     def _add_buffer(self, size: int) -> None:
         buffer = torch.empty(size, dtype=self._shards[0].dtype, device=self._shards[0].device)
@@ -275,8 +318,8 @@ def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _enter_hook(store: WeightStore, units: tuple[int, ...]) -> Any:
-    return lambda _module, _inputs: store.enter(units)
+def _enter_hook(store: WeightStore, number: int) -> Any:
+    return lambda _module, _inputs: store.enter(number)
 
 
 def _leave_hook(store: WeightStore, number: int) -> Any:

@@ -114,6 +114,8 @@ class Center:
         """Who is to ask again, and why, until it is told."""
         self._model: Tensors | None = None
         self._data: Mapping[str, str] = {}
+        self._run = ""
+        """The run that this is, from the first server that was let in; it outlives an election."""
         self._versions: dict[str, int] = {}
         self._ballots = BallotBox()
         self._cleaner = Cleaner(node, folder=folder)
@@ -296,10 +298,12 @@ class Center:
         if stalled is not None:
             await request.refuse("wait", stalled)
         else:
-            await request.answer(Welcome())
+            await request.answer(Welcome(run=self._run))
 
     def _find_trouble(self, join: Join) -> str | None:
         """Why somebody is not let in; None when nothing is wrong. The first server of which nothing is brings the run's model."""
+        if (trouble := find_other_run(self._run, join, epoch=self._node.epoch)) is not None:
+            return trouble
         difference = None if self._model is None else find_difference(self._model, join.model)
         if difference is not None:
             return f"its model is another one: {difference}"
@@ -312,6 +316,7 @@ class Center:
             return f"its data is other data: {difference}; give every process the same files, in the same order"
         if self._model is None and join.role == "server":
             self._model, self._data = join.model, join.data
+            self._run = self._run or join.run
         return None
 
     async def _watch(self, request: Request, watch: Watch) -> None:
@@ -351,6 +356,22 @@ class Center:
 
 def _name(member: Member | None) -> str:
     return member.name if member is not None else "?"
+
+
+def find_other_run(ours: str, join: Join, *, epoch: int) -> str | None:
+    """Why a member is not of this center's run, both sides named; None when it is, or has been in none yet.
+
+    A run's epochs only grow, from center to center. So a center that knows of no run yet cannot be of one whose members have
+    already seen its epoch: it leads another run, at an address that theirs had.
+    """
+    if ours and join.run and join.run != ours:
+        return f"it belongs to the run {join.run} and this center to the run {ours}; start it with this run's --centers"
+    if not ours and join.run and join.view is not None and join.view.epoch >= epoch:
+        return (
+            f"it belongs to the run {join.run}, which has reached epoch {join.view.epoch}, and this center begins with epoch "
+            f"{epoch}: it is another run's; start it with this run's --centers, or the center with the --run-dir that it had"
+        )
+    return None
 
 
 # Who is let in: a member's model is compared with the servers' by name, shape and type, before it can touch a weight; what its

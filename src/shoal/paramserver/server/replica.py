@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.core.errors import RunError
 from shoal.paramserver.messages import Packed
 from shoal.paramserver.records import PushId, Update
-from shoal.paramserver.server.gradients import WorkerGone
+from shoal.paramserver.server.gradients import NotFinite, WorkerGone
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.sparse import Index, WrongGradient, unpack_rows
 from shoal.paramserver.waiting import ChangeEvent
@@ -91,10 +91,13 @@ class Replica:
             state.store(identity, as_tensor(payload, state.weights.dtype), version)
 
     def fill(self, state: ShardState) -> None:
-        """The shard has come; what was pushed meanwhile is put into it, unless it is there already."""
+        """The shard has come; what was pushed meanwhile is put into it, unless it is there already.
+
+        What does not fit, or is not finite, is let go: the primary refuses the same bytes, so no worker was told that it is kept.
+        """
         early, self._early, self._state = self._early, [], state
         for identity, payload, version, rows, packed in early:
-            with contextlib.suppress(WorkerGone):
+            with contextlib.suppress(WorkerGone, NotFinite, WrongGradient, ValueError):
                 self.store(identity, memoryview(payload), version, rows, packed)
         self.ready.set()
         self.changed.notify()

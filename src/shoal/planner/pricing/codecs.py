@@ -7,7 +7,7 @@ taken for every device; on an accelerator nothing was measured.
 
 from dataclasses import dataclass
 
-from shoal.compression.config import CompressionConfig, has_residual
+from shoal.compression.config import CompressionConfig, back_rule, has_residual
 from shoal.core.compressrule import CompressKind, CompressRule
 
 _FLOAT32 = 4.0
@@ -24,22 +24,31 @@ class CodecSpeed:
 
 
 SPEEDS: dict[CompressKind, CodecSpeed] = {
-    "fp16": CodecSpeed(0.73, 0.55),
-    "bf16": CodecSpeed(0.62, 0.58),
-    "fp8": CodecSpeed(0.070, 0.028),
-    "int8": CodecSpeed(0.10, 0.30),
-    "int4": CodecSpeed(0.085, 0.17),
-    "qsgd": CodecSpeed(0.014, 0.17),
-    "natural": CodecSpeed(0.016, 0.054),
-    "sign": CodecSpeed(0.039, 0.060),
-    "onebit": CodecSpeed(0.039, 0.060),
-    "topk": CodecSpeed(0.038, 0.60),
-    "dgc": CodecSpeed(0.038, 0.60),
-    "randk": CodecSpeed(0.26, 0.29),
-    "threshold": CodecSpeed(0.053, 0.50),
-    "powersgd": CodecSpeed(0.013, 0.096),
+    "fp16": CodecSpeed(0.77, 0.68),
+    "bf16": CodecSpeed(0.63, 0.71),
+    "fp8": CodecSpeed(0.084, 0.032),
+    "int8": CodecSpeed(0.12, 0.34),
+    "int4": CodecSpeed(0.10, 0.19),
+    "qsgd": CodecSpeed(0.015, 0.18),
+    "natural": CodecSpeed(0.024, 0.029),
+    "sign": CodecSpeed(0.058, 0.21),
+    "onebit": CodecSpeed(0.058, 0.21),
+    "topk": CodecSpeed(0.055, 0.93),
+    "dgc": CodecSpeed(0.055, 0.93),
+    "randk": CodecSpeed(0.30, 0.44),
+    "threshold": CodecSpeed(0.063, 0.78),
+    "powersgd": CodecSpeed(0.015, 0.13),
 }
 """Of ``benchmarks/compression/results``. PowerSGD's encoding is its two products and the orthogonalisation, with rank 4."""
+
+
+@dataclass(frozen=True)
+class BackWork:
+    """Elements of the way back, and the codec that they go by."""
+
+    kind: CompressKind
+    encoded: float
+    decoded: float
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,17 @@ class CodecWork:
 
     encoded: float = 0.0
     decoded: float = 0.0
+    back: BackWork | None = None
+    """Of the way back, where the sum is encoded on it."""
 
     def seconds(self, rule: CompressRule, bandwidth: float) -> float:
         """How long that takes where memory moves so many bytes in a second."""
         speed = SPEEDS[rule.kind]
-        return _FLOAT32 * (self.encoded / speed.encode + self.decoded / speed.decode) / bandwidth
+        read = self.encoded / speed.encode + self.decoded / speed.decode
+        if self.back is not None:
+            speed = SPEEDS[self.back.kind]
+            read += self.back.encoded / speed.encode + self.back.decoded / speed.decode
+        return _FLOAT32 * read / bandwidth
 
 
 def codec_work(
@@ -76,6 +91,9 @@ def codec_work(
     if rule.kind == "randk":
         return CodecWork(elements, elements + feedback)
     own = elements / num_ranks
-    if is_sharded or not config.both_ways:
-        return CodecWork(elements, elements + feedback)
-    return CodecWork(elements + own, 2 * elements + feedback + feedback / num_ranks)
+    back = None if is_sharded else back_rule(rule, config)
+    return CodecWork(
+        elements,
+        elements + feedback,
+        None if back is None else BackWork(back.kind, own, elements + feedback / num_ranks),
+    )

@@ -22,7 +22,7 @@ from shoal.core.events import (
     RunStarted,
 )
 from shoal.core.place import Place
-from shoal.core.rundir import make_run_dir, withhold
+from shoal.core.rundir import identify, make_run_dir, withhold
 from shoal.engine.reporting import Reporter
 from shoal.paramserver.contact import Contact, Evicted
 from shoal.paramserver.messages import FINISHED
@@ -74,6 +74,7 @@ async def serve(
         total_steps=source.total_steps,
     )
     try:
+        spec = replace(spec, run=identify(spec.kept_dir))
         while True:
             node = open_node(spec)
             try:

@@ -128,6 +128,11 @@ class ServerConnection:
         )
 
     @property
+    def run_id(self) -> str:
+        """The run that this worker was let into."""
+        return self._contact.run_id
+
+    @property
     def halt(self) -> str:
         """Why the run was stopped; empty when it was not."""
         return self._contact.stopped

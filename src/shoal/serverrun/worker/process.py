@@ -76,10 +76,10 @@ def _work_until_over(
     config = spec.recipe.paramserver
     has_own = spec.rule.kind == "downpour" or bool(config.local_steps) or pulls_ahead(config, spec.rule)
     landing = torch.empty_like(worker.flat.weights) if has_own else None
-    instance_id, owner = spec.instance_id, os.getpid()
+    instance_id, run, owner = spec.instance_id, spec.run, os.getpid()
     while True:
         try:
-            connection = connect(replace(spec, instance_id=instance_id), worker, landing)
+            connection = connect(replace(spec, instance_id=instance_id, run=run), worker, landing)
         except RunOver:
             return ""
         try:
@@ -89,7 +89,7 @@ def _work_until_over(
             return connection.halt
         except Evicted as error:
             print(f"taken for dead: {error}; coming back under a new name", file=sys.stderr, flush=True)
-            instance_id = new_instance_id()
+            instance_id, run = new_instance_id(), connection.run_id
         finally:
             end_if_forked(owner)
             connection.close()

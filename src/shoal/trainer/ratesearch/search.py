@@ -27,6 +27,7 @@ def search_rate(trainer: Trainer) -> dict[str, Any]:
         seed=trainer.settings.train.seed,
         prefetch=trainer.prefetch,
         workers=trainer.workers,
+        world=trainer.world,
     )
 
     def batches() -> Iterator[StepBatch]:

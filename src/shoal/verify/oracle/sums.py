@@ -2,12 +2,13 @@
 
 Rank r has p_r = g_r + e_r, what it wants to send and what it could not send before (Karimireddy et al. 2019, algorithm 2)::
 
-    blocks     leg 1: q_r = Q(p_r), e_r = p_r - q_r, s = q_0 + q_1 + ...; leg 2: t = s + f, sum = Q(t), f = t - sum
+    blocks     leg 1: q_r = Q(p_r), e_r = p_r - q_r, s = q_0 + q_1 + ...; leg 2: t = s + f, sum = Q'(t), f = t - sum
     selections q_r keeps some places of p_r and has zeros elsewhere; sum = 0 + q_0 + q_1 + ..., e_r = p_r - q_r
     dgc        u_r = m u_r + g_r, v_r = v_r + u_r; the largest of v_r are sent; u_r and v_r are zero there (Lin et al. 2018)
     powersgd   P = orthonormal(sum M_r Q), Q = sum M_r^T P, sum = P Q^T, e_r = M_r - sum / n (Vogels et al. 2019, algorithm 1)
 
-Leg 2 is there where every rank needs the whole sum. Tensors that are small or have one dim are added as they are.
+Leg 2 is there where every rank needs the whole sum; Q' is Q, but int8 where Q is int4. Tensors that are small or have one dim are
+added as they are.
 """
 
 import math
@@ -169,9 +170,17 @@ class CompressedSums:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/residual-{rank}"] = wanted - sent
 
-    def code(self, flat: Floats, key: int) -> Floats:
-        """What is left of a tensor that was coded element by element."""
-        codec = block_codec(self.rule, block=self._settings["block"], at_random=self._settings["round"] == "keyed")
+    def _back_rule(self) -> CompressRule:
+        """What codes a sum on its way back."""
+        wanted = self._settings["back"]
+        goes_as_int8 = wanted == "int8" or (wanted is None and self.rule.kind == "int4")
+        return CompressRule(kind="int8", block=self.rule.block) if goes_as_int8 else self.rule
+
+    def code(self, flat: Floats, key: int, rule: CompressRule | None = None) -> Floats:
+        """What is left of a tensor that was coded element by element, by the plan's codec or another."""
+        codec = block_codec(
+            rule or self.rule, block=self._settings["block"], at_random=self._settings["round"] == "keyed"
+        )
         return codec(flat, key, 0)
 
     def _sum_blocks(self, name: str, number: int, given: Sequence[Floats]) -> Floats:
@@ -187,7 +196,7 @@ class CompressedSums:
             return total
         if self._remembers:
             total = total + self._kept[f"{name}/sum_residual"]
-        back = self.code(total, key_of(self.seed, number, f"{name}/sum"))
+        back = self.code(total, key_of(self.seed, number, f"{name}/sum"), self._back_rule())
         if self._remembers:
             with np.errstate(invalid="ignore"):
                 self._next[f"{name}/sum_residual"] = total - back

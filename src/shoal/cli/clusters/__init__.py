@@ -1,0 +1,1 @@
+"""Verbs and options for clusters: job files, and runs that another launcher starts."""

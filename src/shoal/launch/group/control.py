@@ -1,0 +1,166 @@
+"""The control board: shared memory by which whoever decides about membership tells ranks of a new view, and they answer.
+
+The supervisor writes views, each under an epoch; a rank looks at the epoch, which costs a load, and reads the view when it has
+changed. Each rank writes its own answers: that it is ready, which view it has come to, and under which one a collective failed.
+All of it is plain stores to memory without a name (see ``telemetry/statusboard.py``), so nobody waits for anybody and no death
+leaves anything behind.
+
+    epoch | for each slot: ready, arrived, failed | two texts, each after its length
+    8     | 3 x 8 bytes                           | 64 KiB each; the view of an epoch is in text (epoch mod 2)
+
+A reader of the view of epoch e is torn only by the writing of epoch e + 2, which it sees by looking at the epoch again.
+"""
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+from shoal.core.clock import Deadline
+from shoal.core.errors import RunError
+from shoal.telemetry.statusboard import unnamed_file
+
+_TEXT_BYTES = 64 * 1024
+_WORDS = 3
+_READY, _ARRIVED, _FAILED = range(_WORDS)
+_LOOK_SECONDS = 0.002
+_READ_TRIES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the process in one slot last said."""
+
+    is_ready: bool
+    arrived: int
+    """The newest epoch whose view it has come to, having left all groups of older ones."""
+    failed: int
+    """The newest epoch under which it saw a collective fail; 0 for none."""
+
+
+class ControlBoard:
+    """The board; the supervisor creates it, and ranks attach to the descriptor that they were given."""
+
+    def __init__(self, fd: int, num_slots: int) -> None:
+        self.fd, self.num_slots = fd, num_slots
+        self._memory = mmap.mmap(fd, _num_bytes(num_slots))
+        self._words = memoryview(self._memory)[: 8 * (1 + _WORDS * num_slots)].cast("Q")
+
+    @classmethod
+    def create(cls, num_slots: int) -> "ControlBoard":
+        """A board without a view."""
+        fd = unnamed_file("shoal-control")
+        try:
+            os.ftruncate(fd, _num_bytes(num_slots))
+            return cls(fd, num_slots)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, num_slots: int) -> "ControlBoard":
+        """The board behind a descriptor that another process created; it belongs to this board from here on.
+
+        Raises:
+            RunError: the descriptor is not a board for so many slots.
+        """
+        try:
+            found = os.fstat(fd).st_size
+        except OSError as error:
+            raise RunError(f"descriptor {fd} is not the supervisor's control board: {error}") from error
+        if found != _num_bytes(num_slots):
+            raise RunError(
+                f"descriptor {fd} holds {found} bytes, a control board for {num_slots} ranks has {_num_bytes(num_slots)}; the "
+                "supervisor and this rank run different versions of Shoal or disagree about the number of ranks"
+            )
+        os.set_inheritable(fd, False)
+        return cls(fd, num_slots)
+
+    @property
+    def epoch(self) -> int:
+        """Of the newest view; 0 before the first."""
+        return self._words[0]
+
+    def publish(self, epoch: int, text: str) -> None:
+        """Put a view up.
+
+        Raises:
+            RunError: it is too long.
+        """
+        encoded = text.encode()
+        if len(encoded) > _TEXT_BYTES - 8:
+            raise RunError(
+                f"a view of {len(encoded)} bytes does not fit the control board, which has {_TEXT_BYTES - 8}"
+            )
+        start = self._text_start(epoch)
+        self._memory[start : start + 8] = len(encoded).to_bytes(8, "little")
+        self._memory[start + 8 : start + 8 + len(encoded)] = encoded
+        self._words[0] = epoch
+
+    def read(self) -> tuple[int, str]:
+        """The newest epoch and its view.
+
+        Raises:
+            RunError: views come faster than they can be read.
+        """
+        for _ in range(_READ_TRIES):
+            epoch = self.epoch
+            start = self._text_start(epoch)
+            length = min(int.from_bytes(self._memory[start : start + 8], "little"), _TEXT_BYTES - 8)
+            encoded = self._memory[start + 8 : start + 8 + length]
+            if self.epoch <= epoch + 1:
+                return epoch, encoded.decode(errors="replace")
+        raise RunError("views change faster than they can be read")
+
+    def await_newer(self, epoch: int, deadline: Deadline | None) -> bool:
+        """Wait until there is a view of a newer epoch; False when there is none in time. None waits for as long as it takes."""
+        while self.epoch <= epoch:
+            if deadline is not None and deadline.is_over:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def clear(self, slot: int) -> None:
+        """Forget what the process before said, when another takes its slot."""
+        for word in range(_WORDS):
+            self._words[self._word(slot, word)] = 0
+
+    def say_ready(self, slot: int) -> None:
+        """Say that the process in a slot can take part."""
+        self._words[self._word(slot, _READY)] = 1
+
+    def say_arrived(self, slot: int, epoch: int) -> None:
+        """Say that it has left every older group and has come to this view."""
+        self._words[self._word(slot, _ARRIVED)] = epoch
+
+    def say_failed(self, slot: int, epoch: int) -> None:
+        """Say that a collective failed under this view, or that it could not be assembled."""
+        self._words[self._word(slot, _FAILED)] = epoch
+
+    def answers(self, slot: int) -> Answers:
+        """What the process in a slot last said."""
+        ready, arrived, failed = (self._words[self._word(slot, word)] for word in range(_WORDS))
+        return Answers(is_ready=ready > 0, arrived=arrived, failed=failed)
+
+    def close(self) -> None:
+        """Unmap the memory and close the descriptor; closing twice is allowed."""
+        if self.fd < 0:
+            return
+        self._words.release()
+        self._memory.close()
+        os.close(self.fd)
+        self.fd = -1
+
+    def _word(self, slot: int, word: int) -> int:
+        return 1 + slot * _WORDS + word
+
+    def _text_start(self, epoch: int) -> int:
+        return _head_bytes(self.num_slots) + (epoch % 2) * _TEXT_BYTES
+
+
+def _head_bytes(num_slots: int) -> int:
+    return 8 * (1 + _WORDS * num_slots)
+
+
+def _num_bytes(num_slots: int) -> int:
+    return _head_bytes(num_slots) + 2 * _TEXT_BYTES

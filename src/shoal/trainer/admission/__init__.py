@@ -1,0 +1,1 @@
+"""What ranks must have in common before their first step."""

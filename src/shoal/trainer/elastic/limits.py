@@ -1,0 +1,58 @@
+"""What ``elastic.mode = "shrink"`` cannot do yet, refused by name before a process starts. No torch."""
+
+from collections.abc import Sequence
+
+from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.engine.resolve import refuse_absent_replicas
+from shoal.launch.hosts.hostspec import HostSlots
+from shoal.trainer.config import Recipe
+
+FIX = "set elastic.mode to restart"
+
+
+def refuse_elastic(recipe: Recipe, plan: Plan) -> None:
+    """Refuse settings that replicas cannot follow when they compute the shares of absent ones.
+
+    Raises:
+        RequestError: says which, and what to do.
+    """
+    if recipe.elastic.mode != "shrink":
+        return
+    refuse_absent_replicas(plan)
+    problems = {
+        f"optim.adapt {recipe.optim.adapt} measures the gradients of microbatches where they are computed": (
+            recipe.optim.adapt != "none"
+        ),
+        "elastic.batch scale is understood and not executed yet": recipe.elastic.batch == "scale",
+        "elastic.drop_stragglers is understood and not executed yet": recipe.elastic.drop_stragglers,
+        f"checkpoint.place {recipe.checkpoint.place} is for ranks that stay the same": (
+            recipe.checkpoint.place not in ("auto", "shared", "first")
+        ),
+        f"compression.weights {recipe.compression.weights} rounds by how weights are cut": (
+            recipe.compression.weights != "none"
+        ),
+    }
+    for problem, is_asked in problems.items():
+        if is_asked:
+            raise RequestError(f"elastic.mode shrink: {problem}; leave it out, or {FIX}")
+
+
+def refuse_elastic_hosts(recipe: Recipe, plan: Plan, hosts: Sequence[HostSlots]) -> None:
+    """Refuse what ranks of several hosts cannot do when some of them die.
+
+    Raises:
+        RequestError: says which, and what to do.
+    """
+    elastic, size = recipe.elastic, plan.ranks_per_replica
+    if elastic.spares or (elastic.max_dp or 0) > (plan.dp or 1):
+        raise RequestError(
+            f"elastic.spares {elastic.spares}, elastic.max_dp {elastic.max_dp}: hosts have room for the {plan.dp} replicas "
+            "of the plan and no more; set elastic.rejoin to start others in the place of those that die"
+        )
+    for host in hosts:
+        if host.slots % size:
+            raise RequestError(
+                f"elastic.mode shrink: a replica of {str(plan)!r} has {size} ranks, which fail as one, and host {host.name} has "
+                f"{host.slots} ranks; give every host a multiple of {size}"
+            )
