@@ -121,8 +121,10 @@ FILES = {
     "dropped": "randomness/",
 }
 # Rooms in which such a word is the field's: lanes of a drawing, a plateau's patience, an action placed in a table, rounds of a
-# collective.
+# collective, an account of SLURM, an actor of Ray.
 ELSEWHERE = {
+    "account": ("launch", "cli"),
+    "actor": ("launch",),
     "lane": ("schedules", "planner"),
     "lanes": ("schedules", "planner"),
     "patience": ("engine", "optim"),

@@ -69,9 +69,8 @@ tensorboard = false
 """
 
 
-@pytest.mark.parametrize(
-    ("precision", "bound"), [("float64", 1e-12), pytest.param("float32", 1e-6, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("precision", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
 def test_two_three_one_two(shoal, tmp_path, monkeypatch, precision, bound):
     (tmp_path / "noting_parts.py").write_text(PARTS)
     (tmp_path / "own.toml").write_text(RECIPE.format(precision=precision))

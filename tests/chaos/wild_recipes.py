@@ -26,7 +26,7 @@ RIGHT: list[dict[str, Any]] = [
         "model": {"name": "mlp", "layers": 2, "hidden": 8},
         "data": {"source": "synthetic", "kind": "classes", "samples": 64, "features": [8], "classes": 4},
         "train": {"epochs": 1.0, "global_batch": 8, "threads": 1},
-        "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "optim": {"name": "momentum", "lr": 0.1, "momentum": 0.9},
         "paramserver": {"dead_seconds": 20.0, "hang_after": 10.0, "overlap": False},
         "planner": {},
     },

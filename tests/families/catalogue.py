@@ -97,8 +97,10 @@ BY_FORM = (
     Family("CLIP-like, over the global batch", "contrastive:clip", "captions", "contrastive:over_global_batch"),
     Family("DLRM, dict batch", "plain:dlrm", "named_clicks"),
     Family("MLP", "plain:mlp", "images"),
+    Family("T5, dict batch", "hugging_face:t5_by_name", "named_translations"),
+    Family("Whisper, dict batch", "hugging_face:whisper_by_name", "named_speech"),
 )
-"""Losses over the global batch, and batches that are dicts."""
+"""Losses over the global batch, and batches that are dicts, with the loss in the model's output for T5 and Whisper."""
 EVERY = (*HUGGING_FACE, *PLAIN, *MORE, *BY_FORM)
 ASKED = (
     ("a script of twenty lines: an MLP", "MLP"),

@@ -82,6 +82,26 @@ def speech(bins=8):
     return _splits(draw, vocab=VOCAB)
 
 
+def named_translations():
+    """The translations above as ``transformers`` has them: a dict, in which ``labels`` make the model's own loss."""
+
+    def draw(generator):
+        source = torch.randint(2, VOCAB, (SEQUENCE,), generator=generator)
+        return {"input_ids": source, "labels": source.flip(0)}
+
+    return _splits(draw, vocab=VOCAB)
+
+
+def named_speech(bins=8):
+    """The speech above as ``transformers`` has it: a dict, in which ``labels`` make the model's own loss."""
+
+    def draw(generator):
+        frames = torch.randn(bins, 2 * SEQUENCE, generator=generator)
+        return {"input_features": frames, "labels": torch.randint(2, VOCAB, (SEQUENCE,), generator=generator)}
+
+    return _splits(draw, vocab=VOCAB)
+
+
 def images(channels=3, size=16):
     """Images and a class."""
 

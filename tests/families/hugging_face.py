@@ -103,19 +103,31 @@ def vit():
     return transformers.ViTForImageClassification(config)
 
 
-def t5():
+def t5_by_name():
+    """As ``transformers`` has it: keyword arguments in, an output with ``loss`` out."""
     sizes = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS}
     config = transformers.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=1, pad_token_id=0, eos_token_id=1)
-    return Translator(transformers.T5ForConditionalGeneration(config))
+    config.use_cache = False
+    return transformers.T5ForConditionalGeneration(config)
 
 
-def whisper():
+def t5():
+    return Translator(t5_by_name())
+
+
+def whisper_by_name():
+    """As ``transformers`` has it: keyword arguments in, an output with ``loss`` out."""
     sizes = {"d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "num_mel_bins": 8}
     sizes |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
     sizes |= {"encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER, "max_source_positions": SEQUENCE}
     sizes |= {"max_target_positions": 2 * SEQUENCE, "vocab_size": VOCAB, "decoder_start_token_id": 1}
     config = transformers.WhisperConfig(**sizes, **_TOKENS, suppress_tokens=None, begin_suppress_tokens=None)
-    return Translator(transformers.WhisperForConditionalGeneration(config), "input_features")
+    config.use_cache = False
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def whisper():
+    return Translator(whisper_by_name(), "input_features")
 
 
 def bart():

@@ -53,7 +53,9 @@ def train(world, plan, rule, folder=None, stop_after=99, resume=False, changed=N
         return {**found, "sums": sums} if (changed or {}).get("watch_every") == 0 else found
 
 
-@pytest.mark.parametrize("rule", ["noise", "adascale", "bold", "hyper"])
+@pytest.mark.parametrize(
+    "rule", ["noise", "adascale", *(pytest.param(rule, marks=pytest.mark.soak) for rule in ("bold", "hyper"))]
+)
 def test_two_replicas_find_what_one_process_finds(rule):
     alone = run_on_ranks(train, 1, "dp=1 microbatches=2", rule)[0]
     for plan in ("dp=2 microbatches=1", "dp=2 zero=3 microbatches=1"):
@@ -75,7 +77,9 @@ def test_shares_are_microbatches_whatever_the_replicas():
         assert both[key] == pytest.approx(alone[key], rel=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["adascale", "bold", "hyper"])
+@pytest.mark.parametrize(
+    "rule", ["hyper", *(pytest.param(rule, marks=pytest.mark.soak) for rule in ("adascale", "bold"))]
+)
 def test_a_resumed_run_ends_as_the_one_that_was_left_alone(rule, tmp_path):
     plan = "dp=2 zero=1 microbatches=1"
     whole = run_on_ranks(train, 2, plan, rule, str(tmp_path / "whole"))[0]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import shoal.comm.shared as shared_module
-from shoal.comm.channel import TorchTransport
 from shoal.comm.mesh import build_mesh
 from shoal.comm.shared import SLOT_BYTES, SharedTransport
 from shoal.comm.sharedmemory import CannotShare
+from shoal.comm.torchgroup import TorchTransport
 from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan

@@ -65,7 +65,7 @@ def write_recipe(folder, *, build="Net", model="", data=""):
 @pytest.mark.parametrize(
     ("plan", "bias"),
     [
-        ("dp=2 zero=3", "lora_only"),
+        pytest.param("dp=2 zero=3", "lora_only", marks=pytest.mark.soak),
         pytest.param("dp=2", "none", marks=pytest.mark.soak),
         pytest.param("dp=2 zero=3", "all", marks=pytest.mark.soak),
         pytest.param("tp=2", "none", marks=pytest.mark.soak),

@@ -31,6 +31,7 @@ def test_every_format_gives_what_the_trained_model_gives_from_a_checkpoint_of_an
         assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5
 
 
+@pytest.mark.soak
 def test_averaged_weights_are_exported_from_a_checkpoint_of_any_plan(shoal, tiny, tmp_path):
     settings = ("train.steps=2", "checkpoint.every=1", 'callbacks=[{name="ema",decay=0.9,start=1}]')
     words = [word for setting in settings for word in ("--set", setting)]

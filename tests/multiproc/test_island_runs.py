@@ -59,9 +59,17 @@ def test_a_checkpoint_moves_between_policies_by_the_mean_and_says_so(shoal, tiny
 
 def test_rounds_are_events_and_all_islands_hold_them_at_the_same_steps(shoal, tiny, tmp_path):
     run = tmp_path / "run"
-    shoal.run("train", tiny, "--plan", "dp=2 sync=local:3", "--run-dir", run, *SETTINGS)
+    told = shoal.run("train", tiny, "--plan", "dp=2 sync=local:3", "--run-dir", run, *SETTINGS).stdout
     rounds = [[(one["step"], one["round"]) for one in read_events(run, rank, "round")] for rank in range(2)]
     assert rounds[0] == rounds[1] == [(3, 0), (6, 1), (9, 2)]
+    summary = read_summary(run)
+    sent = summary["exchange"]
+    # Of two ranks each sends half of a sum to make it and half to tell it: a whole model each, in 3 of the steps.
+    whole = sent["dense_bytes"] / 2 / summary["steps"]
+    assert sent["rounds"] == 3 and 0 <= sent["bytes"] - 2 * 3 * whole < 2000, (
+        "with what islands tell each other besides"
+    )
+    assert abs(sent["ratio"] - summary["steps"] / 3) < 0.05 and "in 3 rounds, " in told
 
 
 def test_rounds_that_follow_the_validation_loss_do_so_after_a_resume_too(shoal, tiny, tmp_path):

@@ -18,7 +18,7 @@ with shoal.Run(seed=1, deadline=3.0) as run:
     for batch in loader:
         run.step(batch)
         if run.step_count == 2 and run.rank == 0:
-            run.state_dict(whole=True) if "state" in sys.argv else run.evaluate(data)
+            {"state": lambda: run.state_dict(whole=True), "save": run.save, "evaluate": lambda: run.evaluate(data)}[sys.argv[1]]()
         if run.step_count == 2 and run.rank == 1 and "stay" in sys.argv:
             threading.Event().wait()
 """
@@ -28,6 +28,8 @@ with shoal.Run(seed=1, deadline=3.0) as run:
     ("words", "phase"),
     [
         (("state", "goes-on"), "wait: run.state_dict(whole=True)"),
+        (("save", "goes-on"), "wait: run.save()"),
+        pytest.param(("save", "stay"), "wait: run.save()", marks=pytest.mark.soak),
         pytest.param(("evaluate", "goes-on"), "evaluate", marks=pytest.mark.soak),
         pytest.param(("state", "stay"), "wait: run.state_dict(whole=True)", marks=pytest.mark.soak),
     ],

@@ -41,7 +41,7 @@ def left_by(run):
     return {name: (run / name).read_bytes() for name in ("summary.json", "recipe.toml", "plan.json")}
 
 
-@pytest.mark.parametrize("kind", ["own", "tokens"])
+@pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.soak), "tokens"])
 def test_other_data_is_a_wrong_request(shoal, kind):
     def write(factor):
         (np.arange(2000) * factor % 50).astype(np.uint16).tofile(shoal.folder / "ids.bin")

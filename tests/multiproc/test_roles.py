@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.comm.wire.keys import make_keys
@@ -182,3 +183,45 @@ def test_a_second_worker_of_one_index_is_turned_away_until_the_first_is_dead(sho
         assert roles.summary()["weights_sha256"] == together(shoal, tiny, roles.summary()["steps"])
     finally:
         roles.kill_all()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_another_runs_center_at_the_same_address_takes_nobody_over(shoal, tiny, tmp_path):
+    """The only center dies; before anybody starts it again, another run of the same recipe and key begins at its address."""
+    ours = Roles(tmp_path, tiny, settings=(*QUICK, "train.steps=100000"), num_centers=1)
+    theirs = Roles(tmp_path, tiny, settings=ours.settings, num_centers=1)
+    theirs.seats, theirs.run_dir = ours.seats, tmp_path / "theirs"
+    try:
+        members = ours.start_all()
+        until(ours, lambda: ours.step() >= 1, "the first step", 240.0)
+        members.pop("center-0").process.kill()
+        theirs.start_all()
+        for name, role in members.items():
+            assert role.end(240.0) == 2, ours.story()
+            assert f"{name} is not let in: it belongs to the run " in role.said(), ours.story()
+        until(theirs, lambda: theirs.step() >= 1, "the first step of the other run", 240.0)
+        assert (ours.run_dir / "run.id").read_text() != (theirs.run_dir / "run.id").read_text()
+        stop(shoal, theirs, "enough")
+        assert ends(theirs, expect=3) == {}, theirs.story()
+    finally:
+        ours.kill_all()
+        theirs.kill_all()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_server_that_is_killed_is_started_again_by_its_own_command(shoal, tiny, roles):
+    roles.settings = (*QUICK, "train.steps=60")
+    for seat in range(3):
+        roles.start(f"center-{seat}")
+    kept = roles.start("server-0", "--restarts", "2")
+    for name in ("server-1", "worker-0", "worker-1"):
+        roles.start(name)
+    until(roles, lambda: roles.step() >= 2, "the second step", 240.0)
+    (child,) = (one for one in psutil.Process(kept.process.pid).children() if "role" in one.cmdline())
+    child.kill()
+    assert ends(roles) == {}, roles.story()
+    assert "this server was killed by signal 9 (SIGKILL); starting it again, 1 restarts left" in kept.said()
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} ", kept.log.read_text()), "a log has times"
+    assert roles.summary()["weights_sha256"] == together(shoal, tiny, 60)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import describe
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left

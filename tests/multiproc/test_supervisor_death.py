@@ -13,7 +13,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from shoal.launch.config import ProcessConfig
-from shoal.launch.ranks import LaunchRequest
+from shoal.launch.group.request import LaunchRequest
 from shoal.launch.ranks import supervise
 from shoal.telemetry.display import PlainDisplay
 import threading

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.supervised_ranks import Recorder, all_in, assert_gone, make_request, once, run
 from support.processes.supervised_ranks import nothing_left as nothing_left

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.failurereport import describe
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.statusboard import StatusReading
 from support.processes.command import wait_until
 from support.processes.supervised_ranks import Recorder, all_in, once, run

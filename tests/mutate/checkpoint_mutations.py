@@ -7,6 +7,7 @@ CRASH = "a kill at any system call of a save"
 GOOD = "the newest checkpoint from which a step was taken"
 AGREED = "all ranks load one checkpoint"
 HOSTILE = "loading runs no code"
+PLACES = "hosts that share no folder save and go on"
 
 CHECKPOINTS = [
     Mutation(
@@ -101,5 +102,54 @@ CHECKPOINTS = [
         new='_SHARD = re.compile(r".*", re.ASCII)',
         test="tests/chaos/test_hostile_checkpoints.py::test_a_hostile_checkpoint_is_refused",
         seconds=15,
+    ),
+    Mutation(
+        promise=PLACES,
+        what="what comes from another host is not held to its sums",
+        file="src/shoal/checkpoint/places/carry.py",
+        old='                check_chunk(chunk, start, expected, f"{name} from rank {peer.rank}")\n',
+        new="",
+        test="tests/multiproc/test_place_faults.py::"
+        "test_what_is_altered_on_its_way_to_the_first_host_fails_that_save_and_not_the_next",
+        seconds=5,
+    ),
+    Mutation(
+        promise=PLACES,
+        what="a part of another save of the same step counts",
+        file="src/shoal/checkpoint/places/bringing.py",
+        old="            has_it = path is not None and offers.get(self._folders.rank, {}).get(candidate) == digest",
+        new="            has_it = path is not None",
+        test="tests/multiproc/test_place_faults.py::test_parts_of_two_saves_are_never_put_together",
+        seconds=5,
+    ),
+    Mutation(
+        promise=PLACES,
+        what="a host that had not yet taken the name of a save throws its part away",
+        file="src/shoal/checkpoint/commit.py",
+        old="        if draft.id in finish:",
+        new="        if False:",
+        test="tests/chaos/test_place_kills.py::"
+        "test_a_kill_between_the_names_of_two_hosts_leaves_one_whole_checkpoint[name]",
+        seconds=5,
+    ),
+    Mutation(
+        promise=PLACES,
+        what="the first takes the name before all are prepared",
+        file="src/shoal/checkpoint/places/hosts.py",
+        old="        vote.exchange(draft.step, Phase.PREPARE, deadline, problem=problem)\n",
+        new="",
+        test="tests/chaos/test_place_kills.py::"
+        "test_a_kill_between_the_names_of_two_hosts_leaves_one_whole_checkpoint[manifest]",
+        seconds=5,
+    ),
+    Mutation(
+        promise=PLACES,
+        what="an upload that was cut short is committed",
+        file="src/shoal/checkpoint/places/address.py",
+        old='        if size != entry.size:\n            raise NotWhole(f"{name} has {size} bytes at',
+        new='        if False:\n            raise NotWhole(f"{name} has {size} bytes at',
+        test="tests/unit/checkpoint/places/test_address.py::"
+        "test_a_shard_that_is_short_is_not_committed[rank-000.safetensors]",
+        seconds=2,
     ),
 ]

@@ -3,6 +3,7 @@
 from promises import Mutation
 
 DEAD = "a dead rank ends the run within seconds"
+LAUNCHED = "a killed process of a run that"
 FINISHED = "a run is completed, and a rank or a role has finished, when it said so itself"
 LEAVING = "`sys.exit` or `os._exit` of a model or its data"
 HANGS = "a rank that hangs is named with its stack"
@@ -31,6 +32,24 @@ ENDINGS = [
         new="            pass",
         test="tests/multiproc/test_supervisor.py::test_kill_9_of_a_rank_is_named",
         seconds=15,
+    ),
+    Mutation(
+        promise=LAUNCHED,
+        what="who failed in consequence is taken for the cause of the launcher's kill",
+        file="src/shoal/launch/clusters/culprits.py",
+        old="        has_cause = has_cause or report is None or not report.peer_failure",
+        new="        has_cause = True",
+        test="tests/unit/launch/clusters/test_reading_launchers.py::test_a_killed_rank_is_the_culprit_though_the_other_reported_first",
+        seconds=5,
+    ),
+    Mutation(
+        promise=LAUNCHED,
+        what="who the launcher ended is a suspect",
+        file="src/shoal/launch/clusters/culprits.py",
+        old="            found.add(rank)",
+        new="            pass",
+        test="tests/unit/launch/clusters/test_reading_launchers.py::test_an_exception_is_told_with_its_traceback",
+        seconds=5,
     ),
     Mutation(
         promise=FINISHED,
@@ -153,7 +172,7 @@ ENDINGS = [
     Mutation(
         promise=RESTART,
         what="one restart fewer than was allowed",
-        file="src/shoal/launch/ranks.py",
+        file="src/shoal/launch/group/generations.py",
         old="number < request.config.max_restarts\n",
         new="number + 1 < request.config.max_restarts\n",
         test="tests/multiproc/test_supervisor_signals.py::test_restarts_are_given_up_after_n",

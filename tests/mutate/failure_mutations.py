@@ -21,10 +21,53 @@ GROUP = "of any rank of a worker that is a group"
 MIX = "faults of these kinds one after another"
 OWN = "data, model and loss of your own"
 REQUEST = "a recipe, an override or a plan that is wrong"
+SHRINK = "a killed or hung rank is done without"
+ELASTIC = "tests/multiproc/test_elastic.py::test_a_killed_rank_is_done_without_and_every_bit_stays"
+LOGICAL = "tests/parity/test_logical_replicas.py::test_fewer_processes_give_the_same_bits"
 
 HISTORIES = "tests/simulation/test_histories.py::test_histories[harsh]"
 
 FAILURE = [
+    Mutation(
+        promise=SHRINK,
+        what="a round forgets the sum of those before",
+        file="src/shoal/comm/carry.py",
+        old="            flat.add_(self._carry)\n",
+        new="            pass\n",
+        test=f"{LOGICAL}[gpt accumulating-dp=4-4-3]",
+    ),
+    Mutation(
+        promise=SHRINK,
+        what="a present replica computes neighbours, not every n-th",
+        file="src/shoal/core/logical.py",
+        old="(turn * num_present + place for turn in range(num_rounds(num_logical, num_present)))",
+        new="(place * num_rounds(num_logical, num_present) + turn for turn in range(num_rounds(num_logical, num_present)))",
+        test="tests/parity/test_logical_replicas.py::test_rounds_go_through_the_logical_replicas_in_their_order[4]",
+    ),
+    Mutation(
+        promise=SHRINK,
+        what="what is absent counts as +0.0",
+        file="src/shoal/comm/carry.py",
+        old="NOTHING = -0.0\n",
+        new="NOTHING = 0.0\n",
+        test="tests/unit/comm/test_carry.py::test_nothing_changes_no_number",
+    ),
+    Mutation(
+        promise=SHRINK,
+        what="the step before the chosen one is done again",
+        file="src/shoal/trainer/elastic/recovery.py",
+        old="one for one in known if one.progress.step == chosen.step]",
+        new="one for one in known if one.progress.step == max(chosen.step - 1, 0)]",
+        test=ELASTIC,
+    ),
+    Mutation(
+        promise=SHRINK,
+        what="a snapshot is signed and not written",
+        file="src/shoal/elastic/copies.py",
+        old="            view.copy_(tensors[name])\n",
+        new="            pass\n",
+        test="tests/unit/elastic/test_copies.py::test_the_last_two_snapshots_are_in_the_peers_memory",
+    ),
     Mutation(
         promise=SAVE,
         what="a no is not heard by the others",
@@ -38,7 +81,7 @@ FAILURE = [
         promise=SAVE,
         what="a save that failed leaves its draft",
         file="src/shoal/checkpoint/attempt.py",
-        old="        if vote.rank == 0:\n            abandon(draft)\n        raise\n\n\ndef _begin",
+        old="        storage.abandon(draft, is_lost=isinstance(error, LostTouch))\n        raise\n\n\ndef _begin",
         new="        raise\n\n\ndef _begin",
         test="tests/chaos/test_save_faults.py::test_an_fsync_that_fails_on_one_rank_fails_the_save_on_both_and_the_next_one_succeeds",
         seconds=15,

@@ -4,6 +4,7 @@ from promises import Mutation
 
 DATA = "`dp` with `zero` 0 to 3"
 GLOO = "the same over gloo or nccl"
+HOSTS = "on several hosts end in the weights of one host"
 SPLIT = "`tp`, `sp`, `cp` and their mixtures"
 PIPELINE = "a synchronous schedule of a pipeline"
 DELAYED = "`pipedream`, `pipedream-vsync`, `pipedream-2bw`"
@@ -68,8 +69,8 @@ NUMERICS = [
         promise=ISLANDS,
         what="an island that is not finite counts in the number that the others are divided by",
         file="src/shoal/replicas/exchange.py",
-        old="                flat.div_(self.members.count)",
-        new="                flat.div_(self._channel.size)",
+        old="divisor=1 if self._by_samples else self.members.count",
+        new="divisor=1 if self._by_samples else self._channel.size",
         test="tests/multiproc/test_island_rounds.py::test_rounds_with_an_island_that_is_not_finite_or_weighs_more_equal_the_oracle",
         seconds=20,
     ),
@@ -95,8 +96,8 @@ NUMERICS = [
         promise=DATA,
         what="the bucket of a step is not summed over replicas",
         file="src/shoal/parallel/data.py",
-        old="ready.set_result(channel.all_reduce_(bucket.buffer()))",
-        new="ready.set_result(bucket.buffer())",
+        old="    channel.start_all_reduce_(total).then(end)",
+        new="    end(None)",
         test="tests/parity/test_data_parallel.py::test_two_replicas_give_the_bits_of_one_process[gpt]",
         seconds=15,
     ),
@@ -104,7 +105,7 @@ NUMERICS = [
         promise=DATA,
         what="updated shards are not brought back to the other replicas",
         file="src/shoal/parallel/zero/apply.py",
-        old="            channel.all_gather(own, whole, unit.counts)",
+        old="            handles.append(channel.start_all_gather(own, whole, unit.counts))",
         new="            pass",
         test="tests/parity/test_zero.py::test_two_replicas_give_the_bits_of_one_process[gpt-1]",
         seconds=20,
@@ -121,11 +122,20 @@ NUMERICS = [
     Mutation(
         promise=GLOO,
         what="a shard of another rank is left out of the sum",
-        file="src/shoal/comm/channel.py",
-        old="for part in received[1:]:",
-        new="for part in received[2:]:",
+        file="src/shoal/comm/torchgroup.py",
+        old="for term in terms[1:]:\n                    total",
+        new="for term in terms[2:]:\n                    total",
         test="tests/parity/test_zero.py::test_gloo_gives_the_same_bits_with_two_replicas",
         seconds=20,
+    ),
+    Mutation(
+        promise=HOSTS,
+        what="what came from the host before is left out of a sum",
+        file="src/shoal/comm/twolevel.py",
+        old="self.local.reduce_parts(parts, mine, carry)",
+        new="self.local.reduce_parts(parts, mine, None)",
+        test="tests/multiproc/test_two_hosts.py::test_weights_do_not_depend_on_how_many_hosts_the_ranks_are_on",
+        seconds=30,
     ),
     Mutation(
         promise=SPLIT,

@@ -5,9 +5,19 @@ from promises import Mutation
 ELSEWHERE = "nothing of a run on one machine can be reached from another one"
 OTHER_USERS = "nothing of it can be reached by another user of the machine"
 KEYS = "a role with an address needs keys, on loopback too"
+HOSTS = "with `--hosts` the command and its agents listen on nothing"
 STRANGERS = "idle or flooding connections of strangers"
 
 TRUST = [
+    Mutation(
+        promise=HOSTS,
+        what="a host has no lease",
+        file="src/shoal/launch/hosts/coordinator.py",
+        old="and not connection.lost and silent > self.lease_seconds:",
+        new="and not connection.lost and silent > 1e9:",
+        test="tests/multiproc/test_hosts.py::test_a_silent_host_is_named_within_its_lease",
+        seconds=20,
+    ),
     Mutation(
         promise=ELSEWHERE,
         what="ranks meet in torch's store, which listens on every address",

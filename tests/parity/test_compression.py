@@ -13,7 +13,6 @@ from support.processes.command import TINY
 
 SETTINGS = ("train.steps=24", "train.global_batch=12", "optim.clip=0.5", "optim.schedule=cosine")
 TWO = (
-    "dp=2 compress=int8",
     "dp=2 zero=1 compress=int4",
     "dp=2 compress=topk:0.05@2",
 )
@@ -51,7 +50,7 @@ def settings_of(text):
     return [one for one in SETTINGS if not ("clip" in one and "dgc" in text and "pp=" in text)]
 
 
-@pytest.mark.parametrize("plans", [TWO, PIPELINE], ids=["replicas", "pipeline"])
+@pytest.mark.parametrize("plans", [TWO, pytest.param(PIPELINE, marks=pytest.mark.soak)], ids=["replicas", "pipeline"])
 def test_compressed_gradients_equal_one_process_that_plays_all_replicas(recipe, plans):
     with Prover(steps=3) as prover:
         for plan in plans:
@@ -64,6 +63,9 @@ MORE = (
     ("dp=3 compress=onebit@2", "optim.name=adam"),
     ("dp=2 compress=int8", "compression.round=keyed"),
     ("dp=2 compress=int8", "compression.residual=true", "compression.both_ways=false"),
+    ("dp=2 compress=int4", "compression.back=same"),
+    ("dp=3 compress=sign", "compression.back=int8"),
+    ("dp=4 compress=int4:24", "compression.round=keyed"),
     ("dp=2 compress=randk:0.1", "compression.residual=false"),
     ("dp=2 compress=dgc:0.02", "compression.warmup=6", "optim.name=sgd"),
     ("dp=2 compress=fp16", "train.precision=bfloat16"),

@@ -11,18 +11,17 @@ from shoal.verify.session import try_mutant
 from support.processes.command import TINY
 
 SETTINGS = ("train.steps=24", "train.global_batch=12", "optim.clip=0.5", "optim.schedule=cosine")
-TWO = (
+TWO = ("dp=2 sync=local:4@3", "dp=2 sync=easgd:3", "dp=2 sync=gossip:ring")
+THREE = ("dp=3 sync=pushsum:random",)
+FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3", "islands=2 pp=2 sync=stream:4,2,1")
+SOAKED = (
     "dp=2 sync=local:3",
-    "dp=2 sync=local:4@3",
     "dp=2 sync=diloco:3",
     "dp=2 sync=slowmo:3",
-    "dp=2 sync=easgd:3",
     "dp=2 sync=stream:4,2,1",
-    "dp=2 sync=gossip:ring",
-)
-THREE = ("dp=3 sync=diloco:3", "dp=3 sync=pushsum:random", "dp=3 sync=gossip:ring,2")
-FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3", "islands=2 pp=2 sync=stream:4,2,1", "dp=4 sync=gossip:exponential")
-SOAKED = (
+    "dp=3 sync=diloco:3",
+    "dp=3 sync=gossip:ring,2",
+    "dp=4 sync=gossip:exponential",
     "dp=2 sync=pushsum:exponential",
     "dp=3 sync=local:3",
     "dp=3 sync=sparse:3,1",
@@ -41,6 +40,7 @@ CAUGHT = (
     "last tensor of a round not exchanged",
     "heavy ball under the name of Nesterov",
     "outer gradient of the wrong sign",
+    "outer momentum averaged twice",
     "fragment applied one step late",
     "fragment applied before it has arrived",
     "an island's loss divided by the samples of all",

@@ -121,3 +121,12 @@ def two_models(world):
 @pytest.mark.soak
 def test_islands_are_of_one_model():
     assert "islands with sync=local:2 are of one model" in run_on_ranks(two_models, 2)[0]
+
+
+def test_settings_that_the_policy_cannot_carry_out_are_refused_as_in_recipes():
+    said = r"replicas.interval qsr lengthens or shortens the rounds of sync=local:H, and here sync=diloco:4"
+    with pytest.raises(RequestError, match=said):
+        shoal.Run(plan="dp=2 sync=diloco:4", replicas={"interval": "qsr"})
+    with pytest.raises(RequestError, match=r"replicas.weigh samples is for the mean"):
+        shoal.Run(plan="dp=2 sync=gossip:ring", replicas={"weigh": "samples"})
+    shoal.Run(plan="dp=2 sync=local:4", replicas={"interval": "qsr", "weigh": "samples"})

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.comm.channel import DONE
 from shoal.comm.full_tensor import put_local
 from shoal.comm.mesh import build_mesh
 from shoal.core.axes import Axis
@@ -187,8 +188,9 @@ def recompute(model, dropout):
         block.forward = again
 
 
-def run_cases(world, cases, stages, shared, mutants):
+def run_cases(world, cases, stages, shared, mutants, hosts=()):
     """Every case at every stage on this rank, then each bug planted in the real path."""
+    world.hosts = tuple(hosts) or None
     mesh = build_mesh(world, Plan(dp=world.size), shared=shared)
     found = {f"{case} {stage}": run_rank(mesh, case, stage) for case in cases for stage in stages}
     for mutant in mutants:
@@ -309,6 +311,10 @@ class Broken:
         self.channel = channel
         self.reduce_scatter = reduce_scatter
 
+    def start_reduce_scatter(self, whole, own, counts):
+        self.reduce_scatter(whole, own, counts)
+        return DONE
+
     def __getattr__(self, name):
         return getattr(self.channel, name)
 
@@ -411,6 +417,20 @@ def test_gloo_gives_the_same_bits_with_two_replicas(references):
     for stage in (2, 3):
         for case in ("gpt", "lamb"):
             assert_equals_one_process(references(case, 2), [rank[f"{case} {stage}"] for rank in found])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1, 1], [0, 1, 2]])
+def test_hosts_give_the_bits_of_one_process(hosts, stage, references):
+    """Gathers and reductions go on in the background there, and over two levels on two hosts of two."""
+    # Four replicas have three samples each, which are no microbatches of two.
+    cases = (
+        list(CASES) if len(hosts) == 2 else [case for case in THREE if len(hosts) == 3 or "accumulating" not in case]
+    )
+    found = run_on_ranks(run_cases, len(hosts), cases, [stage], True, [], hosts, deadline_seconds=110.0)
+    for case in cases:
+        assert_equals_one_process(references(case, len(hosts)), [rank[f"{case} {stage}"] for rank in found])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

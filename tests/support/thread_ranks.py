@@ -13,6 +13,8 @@ from shoal.comm.trafficcounter import TrafficCounter
 class ThreadTransport:
     """Collectives between threads of this process: everyone puts down what it has, and reads what the others put down."""
 
+    is_ordered = True
+
     def __init__(self, rank: int, table: list, barrier: threading.Barrier) -> None:
         self.rank, self.table, self.barrier = rank, table, barrier
 

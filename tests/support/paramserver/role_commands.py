@@ -1,6 +1,7 @@
 """Runs whose roles are started by hand, each with a command of its own: on loopback, or in network namespaces."""
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -31,7 +32,8 @@ class Role:
     log: Path
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What it said, without the times in front of its lines."""
+        return re.sub(r"(?m)^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} ", "", self.log.read_text(errors="replace"))
 
     def end(self, seconds: float = 60.0) -> int:
         try:

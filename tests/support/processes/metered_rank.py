@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from shoal.comm.channel import TorchTransport
+from shoal.comm.mesh import inner_transport
+from shoal.comm.torchgroup import TorchTransport
 from shoal.comm.trafficcounter import traffic_rows
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
@@ -40,7 +41,9 @@ def main():
         plan=Plan.parse(sys.argv[1]),
     )
     mesh, steps = trainer.mesh, trainer.training_steps()
-    carriers = {type(one.transport) for one in (*mesh.channels.values(), mesh.replicas) if one.transport is not None}
+    carriers = {
+        type(inner_transport(one)) for one in (*mesh.channels.values(), mesh.replicas) if one.transport is not None
+    }
     assert carriers == {TorchTransport}, f"two hosts share no memory, and these do: {carriers}"
     for line in sys.stdin:
         with mesh.traffic.counting() as counts:

@@ -1,4 +1,6 @@
-"""A real SLURM on this machine: one controller and some nodes, each a daemon with a port of its own, for as long as a test."""
+"""A real SLURM on this machine, for as long as a test: one controller and some nodes, each a daemon with a port of its own, or
+each on a machine of its own where such are given (``machines.py``).
+"""
 
 import os
 import pwd
@@ -7,9 +9,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from support.processes.machines import Machines
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -22,8 +26,13 @@ def missing_programs() -> list[str]:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, num_nodes: int = 2, seconds: float = 30.0) -> Iterator[dict[str, str]]:
-    """Start it in ``folder`` and yield the environment in which ``srun`` and ``sbatch`` find it."""
+def slurm_cluster(
+    folder: Path, *, num_nodes: int = 2, seconds: float = 30.0, machines: Machines | None = None
+) -> Iterator[dict[str, str]]:
+    """Start it in ``folder`` and yield the environment in which ``srun`` and ``sbatch`` find it.
+
+    With machines, those whose names begin with ``n`` are the nodes, and the controller is on ``login``.
+    """
     ports = _free_ports(num_nodes + 1)
     nodes = [f"n{number + 1:02d}" for number in range(num_nodes)]
     # munged runs as its own user and wants a folder that nobody else writes to, with a short path for its socket.
@@ -36,33 +45,38 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, seconds: float = 30.0) ->
     for path in (munge.parent, munge, key):
         os.chown(path, user.pw_uid, user.pw_gid)
     conf = folder / "slurm.conf"
-    conf.write_text(_configuration(folder, munge / "socket", nodes, ports))
+    addresses = machines.network.hosts if machines is not None else None
+    conf.write_text(_configuration(folder, munge / "socket", nodes, ports, addresses))
     environment = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{_PATH}:{os.environ['PATH']}"}
     (folder / "state").mkdir()
     commands = [
         ["munged", "--foreground", f"--key-file={key}", f"--socket={munge}/socket"]
         + [f"--{name}-file={munge}/{name}" for name in ("pid", "log", "seed")],
-        ["slurmctld", "-D", "-c"],
-        *(["slurmd", "-D", "-N", node] for node in nodes),
+        [*(machines.words("login") if machines else []), "slurmctld", "-D", "-c"],
+        *([*(machines.words(node) if machines else []), "slurmd", "-D", "-N", node] for node in nodes),
     ]
+    here = machines.words("login") if machines else []
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, munge, ignore_errors=True)
         for number, command in enumerate(commands):
-            log = stack.enter_context((folder / f"{command[0]}-{number}.log").open("w"))
+            log = stack.enter_context((folder / f"daemon-{number}.log").open("w"))
             runs_as = "munge" if command[0] == "munged" else None
             started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, user=runs_as, group=runs_as)
             stack.callback(_end, started)
             if command[0] == "munged":
                 _wait_for((munge / "socket").exists, "munged's socket", seconds)
-        _wait_for(lambda: _are_idle(environment, num_nodes), f"{num_nodes} idle nodes", seconds)
+        _wait_for(lambda: _are_idle(here, environment, num_nodes), f"{num_nodes} idle nodes", seconds)
         yield environment
 
 
-def _configuration(folder: Path, munge_socket: Path, nodes: list[str], ports: list[int]) -> str:
-    host = socket.gethostname()
+def _configuration(
+    folder: Path, munge_socket: Path, nodes: list[str], ports: list[int], addresses: Mapping[str, str] | None
+) -> str:
+    host = socket.gethostname() if addresses is None else "login"
+    controller = "127.0.0.1" if addresses is None else addresses["login"]
     lines = [
         "ClusterName=test",
-        f"SlurmctldHost={host}(127.0.0.1)",
+        f"SlurmctldHost={host}({controller})",
         f"SlurmctldPort={ports[0]}",
         "SlurmUser=root",
         "AuthType=auth/munge",
@@ -80,15 +94,17 @@ def _configuration(folder: Path, munge_socket: Path, nodes: list[str], ports: li
         "SelectTypeParameters=CR_CPU",
         "ReturnToService=2",
         "KillWait=5",
+        "SlurmdParameters=config_overrides",
     ]
     for node, port in zip(nodes, ports[1:], strict=True):
-        lines.append(f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=500")
+        where = f"NodeHostname={host} NodeAddr=127.0.0.1" if addresses is None else f"NodeAddr={addresses[node]}"
+        lines.append(f"NodeName={node} {where} Port={port} CPUs=4 RealMemory=500")
     lines.append("PartitionName=p Nodes=ALL Default=YES OverSubscribe=FORCE:4")
     return "\n".join(lines) + "\n"
 
 
-def _are_idle(environment: dict[str, str], num_nodes: int) -> bool:
-    asked = ["sinfo", "--noheader", "--format=%D %t"]
+def _are_idle(here: list[str], environment: dict[str, str], num_nodes: int) -> bool:
+    asked = [*here, "sinfo", "--noheader", "--format=%D %t"]
     found = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=20)
     return found.stdout.split() == [str(num_nodes), "idle"]
 

@@ -14,8 +14,10 @@ import pytest
 from shoal.core.clock import Deadline
 from shoal.launch.blame import Outcome
 from shoal.launch.config import ProcessConfig
-from shoal.launch.ranks import LaunchRequest, supervise
+from shoal.launch.group.request import LaunchRequest
+from shoal.launch.ranks import supervise
 from shoal.telemetry.statusboard import StatusReading
+from support.processes import warm
 
 PRELUDE = """
 import faulthandler, os, signal, sys, time
@@ -99,6 +101,8 @@ def all_in(phase: str) -> Callable[[Sequence[StatusReading]], bool]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    # The session's own process to fork from stays when it was started once, by whichever test comes first.
+    warm.can_fork(os.environ)
     fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     children = set(psutil.Process().children(recursive=True))
     yield

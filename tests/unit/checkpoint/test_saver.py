@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+import shoal.checkpoint.places.storage as storage_module
 import shoal.checkpoint.saver as saver_module
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.reader import newest_whole, read
@@ -141,7 +142,7 @@ def test_a_deletion_that_fails_is_a_warning(make_saver, events, tmp_path, monkey
     def refuse(root, **_):
         raise PermissionError(1, "Operation not permitted", str(root))
 
-    monkeypatch.setattr(saver_module, "expire", refuse)
+    monkeypatch.setattr(storage_module, "expire", refuse)
     saver = make_saver(keep=1)
     saver.save(1, {"a": torch.ones(2)}, {})
     assert isinstance(saver.wait(), CheckpointSaved)

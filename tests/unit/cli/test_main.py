@@ -28,6 +28,7 @@ VERBS = (
     "init",
     "ckpt",
     "keys",
+    "job",
     "role",
     "doctor",
 )
@@ -70,7 +71,8 @@ def test_help_lists_every_verb(installed_shoal):
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb in (*VERBS, "keys new", "keys show") if verb not in ("ckpt", "keys", "role")]
+    "verb",
+    [verb for verb in (*VERBS, "keys new", "keys show", "job slurm") if verb not in ("ckpt", "keys", "role", "job")],
 )
 def test_every_verb_takes_json(installed_shoal, verb):
     done = installed_shoal(*verb.split(), "--help")

@@ -57,7 +57,8 @@ def test_a_tab_is_answered_with_the_verbs_at_once(installed_shoal, shell):
 
 def test_options_of_a_verb_are_completed(installed_shoal):
     done = installed_shoal(_SHOAL_COMPLETE="complete_bash", COMP_WORDS="shoal doctor --", COMP_CWORD="2")
-    assert {"--fix", "--quick", "--json", "--help"} == set(done.stdout.split())
+    hosts = {"--hosts", "--hostfile", "--ssh", "--python", "--network"}
+    assert {"--fix", "--quick", "--json", "--help"} | hosts == set(done.stdout.split())
 
 
 def test_the_start_of_a_verb_is_completed(installed_shoal):

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from shoal.comm.channel import Channel
-from shoal.compression.build import build_codec, has_residual
+from shoal.comm.trafficcounter import Traffic
+from shoal.compression.blocks import BlockInt
+from shoal.compression.build import build_back, build_codec, has_residual
 from shoal.compression.config import CompressionConfig
 from shoal.compression.exchange import CompressedSum
 from shoal.compression.keyed import codec_key
 from shoal.compression.layout import TensorPart, cut_as_owned, cut_evenly
+from shoal.compression.traffic import Link, state_bytes, sum_traffic
 from shoal.core.compressrule import CompressRule
 from support.thread_ranks import on_ranks
 
@@ -64,14 +67,17 @@ def test_every_rank_has_the_sum_and_traffic_is_as_forecast(word, size):
     assert torch.equal(found[0][0][1]["b.bias"], plain)
 
 
+@pytest.mark.parametrize("back", [None, "same", "int8"])
 @pytest.mark.parametrize("word", ["int8", "int4", "sign", "qsgd:4"])
-def test_two_legs_are_the_rule_written_out(word):
-    size, rule, config = 3, CompressRule.parse(word), CompressionConfig(min_elements=100)
+def test_two_legs_are_the_rule_written_out(word, back):
+    size, rule, config = 3, CompressRule.parse(word), CompressionConfig(min_elements=100, back=back)
     codec, keeps = build_codec(rule, config), has_residual(rule, config)
-    found = run(word, size)
+    returning = build_back(rule, config)
+    assert isinstance(returning, BlockInt) and returning.bits == 8 if back == "int8" else returning is not None
+    found = run(word, size, back=back)
     for name in ("a.weight", "c.weight", "d.weight"):
         numel = math.prod(SHAPES[name])
-        residuals, back = [torch.zeros(numel) for _ in range(size)], torch.zeros(numel)
+        residuals, unsent = [torch.zeros(numel) for _ in range(size)], torch.zeros(numel)
         for step in range(3):
             total = None
             for rank in range(size):
@@ -79,12 +85,30 @@ def test_two_legs_are_the_rule_written_out(word):
                 sent = codec.decode(codec.encode(given, key=codec_key(3, step, f"{name}/{rank}")), numel)
                 residuals[rank] = given - sent
                 total = sent if total is None else total + sent
-            total = total + back if keeps else total
-            result = codec.decode(codec.encode(total, key=codec_key(3, step, f"{name}/sum")), numel)
-            back = total - result
+            total = total + unsent if keeps else total
+            result = returning.decode(returning.encode(total, key=codec_key(3, step, f"{name}/sum")), numel)
+            unsent = total - result
             assert torch.equal(found[0][0][step][name].reshape(-1), result), (name, step)
         if keeps:
             assert torch.equal(found[1][1]["residual"][name], residuals[1])
+
+
+@pytest.mark.parametrize(("back", "there", "returned"), [(None, 17, 33), ("same", 17, 17), ("int8", 17, 33)])
+def test_a_sum_of_int4_comes_back_as_int8(back, there, returned):
+    """By blocks of 32 elements in bytes: 16 or 32 of codes, and a quarter of a block's scale of four."""
+    link = Link(axis="dp", num_ranks=4, has_order=True)
+    parts = {"a.weight": TensorPart((64, 128))}
+    found = sum_traffic(parts, CompressRule.parse("int4"), CompressionConfig(back=back), link, step=0)
+    blocks = 64 * 128 // 32
+    assert found == {
+        ("dp", "all_to_all"): Traffic(calls=1, num_bytes=there * blocks),
+        ("dp", "all_gather"): Traffic(calls=1, num_bytes=returned * blocks),
+    }
+    bytes_kept = {
+        rank: state_bytes(parts, CompressRule.parse("int4"), CompressionConfig(back=back), num_ranks=4, rank=rank)
+        for rank in range(4)
+    }
+    assert set(bytes_kept.values()) == {2 * 4 * (64 * 128 + 64 * 128 // 4)}
 
 
 @pytest.mark.parametrize("word", RULES)

@@ -116,7 +116,10 @@ METHODS = [
     *("fp16", "bf16", "fp8", "int8", "int4:16", "qsgd:4", "natural", "sign", "topk:0.05@1", "threshold:0.5"),
     *("dgc:0.05@1", "randk:0.1", "powersgd:2@2"),
 ]
-SETTINGS = [{}, {"residual": True}, {"residual": False}, {"both_ways": False}, {"round": "keyed", "block": 24}]
+SETTINGS = [
+    *({}, {"residual": True}, {"residual": False}, {"both_ways": False}, {"round": "keyed", "block": 24}),
+    *({"back": "same"}, {"back": "int8"}, {"back": "int8", "round": "keyed", "residual": True}),
+]
 NUM_STEPS = 5
 
 

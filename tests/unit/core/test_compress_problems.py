@@ -4,7 +4,7 @@ import pytest
 
 from shoal.compression.config import CompressionConfig
 from shoal.core.errors import RequestError
-from shoal.core.plan import Plan
+from shoal.core.plan import Plan, nearest_plan
 from shoal.engine.compression.settings import compression_settings
 from shoal.engine.config import TrainConfig
 from shoal.optim.config import OptimConfig
@@ -66,3 +66,18 @@ def test_settings_that_go_together_are_allowed():
     plain = TrainConfig(steps=1, global_batch=4)
     sgd = OptimConfig(name="sgd", clip=1.0)
     assert not compression_settings(plain, sgd, CompressionConfig(), Plan.parse("dp=2 compress=dgc:0.01"))
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("dp=2 compress=int9", "dp=2 compress=int8"),
+        ("dp=2 compress=int9@30", "dp=2 compress=int8@30"),
+        ("dp=2 compress=topk:5", "dp=2 compress=topk:0.01"),
+        ("dp=2 compress=toppk:0.1", "dp=2 compress=topk:0.1"),
+        ("dp=2 tp=2 compress=int8", "dp=2 tp=2"),
+        ("dp=2 compress=zzzzzz", "dp=2"),
+    ],
+)
+def test_the_nearest_plan_keeps_a_codec_that_was_only_misspelt(text, near):
+    assert str(nearest_plan(Plan.parse(text))) == near

@@ -8,8 +8,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import shoal
+from shoal.core.errors import RequestError
 from shoal.data.config import OwnDataConfig
 from shoal.data.sources.own import build_own
+from shoal.data.steploader import StepLoader
 
 
 class Stream(IterableDataset):
@@ -63,3 +65,80 @@ def test_a_recipe_may_hold_out_a_stream(name):
     assert torch.equal(
         both.inputs[0], torch.stack([sample for number, (sample, _) in enumerate(Stream(37, 100)) if number in (0, 36)])
     )
+
+
+class Told(Stream):
+    """One that says where it is."""
+
+    def __init__(self, count=None, start=0):
+        super().__init__(count, start)
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < self.count:
+            self.place += 1
+            drawn = torch.Generator().manual_seed(self.start + self.place - 1)
+            yield torch.randn(4, generator=drawn), (self.place - 1) % 3
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Shuffled(Stream):
+    def set_epoch(self, epoch):
+        self.start = epoch
+
+
+class Dealt(Stream):
+    def shard(self, replica, num_replicas):
+        return self
+
+
+def stream_of(kind, count):
+    return {"plain": Stream, "told": Told, "shuffled": Shuffled, "dealt": Dealt}[kind](count)
+
+
+def hold_out(kind, count=20, first=6):
+    config = OwnDataConfig(build=f"{__name__}:stream_of", args={"kind": kind, "count": count}, hold_out=first)
+    return build_own(config, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "told"])
+def test_the_first_samples_of_a_stream_are_held_out_in_every_epoch_and_after_a_resume(kind):
+    splits, rows = hold_out(kind), [row for row, _ in Stream(20)]
+    assert torch.equal(splits.validation.collate(range(6)).inputs[0], torch.stack(rows[:6]))
+
+    def read(loader, steps):
+        return [row for batch in loader.steps(steps) for one in batch.microbatches for row in one.inputs[0]]
+
+    with StepLoader(hold_out(kind), global_batch=4) as loader:
+        found = read(loader, 2)
+        state = loader.state_dict()
+    with StepLoader(hold_out(kind), global_batch=4) as loader:
+        loader.load_state_dict(state)
+        found += read(loader, 6)
+    assert len(found) == 28 and torch.equal(torch.stack(found), torch.stack([*rows[6:], *rows[6:]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "words"),
+    [
+        ("plain", 6, "data.hold_out 6 leaves nothing for training: Stream yields 6 samples"),
+        ("shuffled", 20, "begins with other samples in its second epoch"),
+        ("dealt", 20, "Dealt shards itself"),
+    ],
+)
+def test_a_stream_whose_first_samples_cannot_be_held_out_is_refused(kind, count, words):
+    with pytest.raises(RequestError, match=words):
+        hold_out(kind, count)
+
+
+def test_only_a_stream_without_a_validation_split_has_its_first_samples_held_out():
+    with pytest.raises(RequestError, match=r"returned a validation split too"):
+        build_own(OwnDataConfig(build=f"{__name__}:streams", hold_out=4), seed=0)
+    with pytest.raises(RequestError, match=r"returned a validation split too|map-style"):
+        build_own(OwnDataConfig(build=f"{__name__}:mixed", hold_out=4), seed=0)

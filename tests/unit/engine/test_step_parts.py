@@ -62,7 +62,7 @@ def test_piggybacked_scalars_are_what_a_reduction_of_their_own_gives(asks):
     attached = carried.attach(loss)
     (attached * 8.0).backward()
     assert torch.equal(attached, loss)
-    assert carried.reduce(0.0, scale=8.0) == alone.reduce(loss.detach(), scale=8.0) == float(loss.detach())
+    assert carried.reduce((0.0,), scale=8.0) == alone.reduce((loss.detach(),), scale=8.0) == float(loss.detach())
     assert [stop.agreed for stop in stops] == (["enough"] * 2 if asks else [None] * 2)
 
 

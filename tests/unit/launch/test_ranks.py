@@ -4,7 +4,8 @@ import io
 import os
 from pathlib import Path
 
-from shoal.launch.ranks import LaunchRequest, StoreFile
+from shoal.comm.store.file import StoreFile
+from shoal.launch.group.request import LaunchRequest
 from shoal.telemetry.display import Display, PlainDisplay
 from shoal.telemetry.statusboard import StatusBoard
 

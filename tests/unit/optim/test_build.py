@@ -85,7 +85,9 @@ RULES = {"sgd": sgd, "momentum": momentum, "nesterov": nesterov, "adam": adam, "
 
 @pytest.mark.parametrize("name", FUSED)
 def test_four_steps_follow_the_published_rule(name):
-    config = OptimConfig(name=name, lr=0.05, momentum=0.8, betas=(0.85, 0.95), eps=1e-5, weight_decay=0.3)
+    # All keys, as a resolved recipe has them: a momentum that nobody reads is refused where it was written alone.
+    given = {"momentum": 0.8, "betas": (0.85, 0.95), "eps": 1e-5, "trust": 0.001}
+    config = OptimConfig(name=name, lr=0.05, weight_decay=0.3, **given)
     model = Affine()
     optimizer = build_optimizer(config, model)
     expected = {key: value.detach().numpy().copy() for key, value in model.named_parameters()}

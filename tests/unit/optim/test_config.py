@@ -72,3 +72,11 @@ def test_every_field_has_help():
 def test_reading_the_section_imports_no_torch():
     code = "import sys, shoal.optim.config, shoal.optim.rates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+def test_a_momentum_that_nobody_reads_is_refused_where_it_was_written():
+    assert "momentum 0.9 is not read by sgd; set name to momentum or nesterov" in refusal(name="sgd", momentum=0.9)
+    assert "momentum 0.5 is not read by adamw; adam and its kin have betas" in refusal(name="adamw", momentum=0.5)
+    OptimConfig(name="sgd", momentum=0.0)
+    resolved = {key: value for key, value in OptimConfig(name="sgd").model_dump().items() if value is not None}
+    assert OptimConfig(**resolved).name == "sgd", "a resolved recipe has every key"

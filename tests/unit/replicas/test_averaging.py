@@ -39,7 +39,7 @@ def test_the_outer_step_of_diloco_is_torchs_nesterov():
     generator = torch.Generator().manual_seed(7)
     start = {name: torch.randn(5, generator=generator, dtype=torch.float64) for name in "ab"}
     agreed = {name: value.clone().requires_grad_() for name, value in start.items()}
-    outer = torch.optim.SGD(agreed.values(), lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD(agreed.values(), lr=0.7, momentum=0.5, nesterov=True)
     live = {name: value.clone() for name, value in start.items()}
     for step in range(9):
         for weight in live.values():
@@ -80,3 +80,15 @@ def test_rounds_come_closer_as_the_loss_falls():
         interval.evaluated(loss)
     assert [interval.is_due(0, lr=0.1, since=since) for since in (1, 2, 3)] == [False, True, True]
     assert interval.numbers()["losses"].tolist() == [4.0, 1.0]
+
+
+@pytest.mark.parametrize("rule", ["local:1", "diloco:1", "slowmo:1", "stream:1,1,0"])
+def test_an_island_without_samples_weighs_nothing_and_is_not_left_out(rule):
+    """An epoch's last batch may have fewer samples than there are islands: that is no reason to call one not finite."""
+    weights = {"a": torch.ones(3)}
+    config = ReplicaConfig(weigh="samples", mixing=0.0)
+    policy = build_policy(alone(weights), SyncRule.parse(rule), config, order=["a"])
+    weights["a"].sub_(0.5)
+    policy.after_update(StepEnd(step=0, lr=0.1, is_round=True, samples=0))
+    assert policy.left_out == ()
+    assert torch.equal(weights["a"], torch.ones(3)), "nothing was learnt from no sample"

@@ -64,8 +64,17 @@ def test_a_file_gives_a_graph(tmp_path, is_directed):
         (json.dumps({"islands": 4, "edges": SQUARE[:2]}), "not connected: island(s) 3"),
         (json.dumps({"islands": 4, "edges": [[0, 4]]}), "edge [0, 4] is not between"),
         (json.dumps({"islands": 4, "edges": [[1, 1]]}), "edge [1, 1] is not between"),
-        ("[1]", "is not of the form"),
-        ("{", "is not of the form"),
+        ("[1]", "must be of the form"),
+        ("{", "it is no JSON"),
+        (json.dumps({"islands": 4, "edge": SQUARE}), "has a key 'edge'; did you mean 'edges'?"),
+        (json.dumps({"islands": 4}), "it has no 'edges'; add it"),
+        (json.dumps({"islands": "4", "edges": SQUARE}), 'its islands are "4"; give their number'),
+        (json.dumps({"islands": 4, "edges": 3}), "its edges are 3; give a list of pairs"),
+        (
+            json.dumps({"islands": 4, "edges": [[0, 1], [1, 2, 3]]}),
+            "it has the edge [1, 2, 3]; give the numbers of two islands",
+        ),
+        (json.dumps({"islands": 4, "edges": [[0, "1"]]}), 'it has the edge [0, "1"]; give'),
     ],
 )
 def test_a_file_that_is_no_graph_of_this_run_is_refused(tmp_path, text, words):

@@ -50,3 +50,22 @@ def test_a_wrong_request_for_islands_is_refused_before_a_process_starts(tmp_path
         prepare(request, own=OwnPartsHere())
     assert words in str(refusal.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("dp=2 sync=diloco:100", "first round after step 100, and the run has 8 steps: islands never agree"),
+        ("dp=2 sync=local:2@50", "begins after the 8 steps: islands sum their gradients all the time"),
+        ("dp=2 sync=diloco:4", None),
+        ("dp=2 sync=local:1s", None),
+        ("dp=2 compress=topk:0.1", "about as good as one replica alone"),
+        ("dp=2 compress=topk:1", None),
+        ("dp=2 sync=gossip:ring compress=topk:0.1", None),
+    ],
+)
+def test_rounds_that_never_come_and_codecs_that_cost_more_are_told(tmp_path, plan, words):
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY)
+    found = prepare(TrainRequest(recipe=recipe, plan=plan, run_dir=tmp_path / "run"), own=OwnPartsHere()).warnings
+    assert [words in one for one in found] == [True] if words else not found

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from shoal import Metric
 
 class Rows(Dataset):
     def __init__(self, widths): self.widths = widths
@@ -69,6 +70,22 @@ def of_four(output, targets):
     assert len(output) == 4
     return F.cross_entropy(output, targets)
 def asserts(output, targets): assert False, "never"
+class Hits(Metric):
+    name = "hits"
+    def measure(self, output, targets): return torch.stack([(output.argmax(-1) == targets).sum(), torch.tensor(len(targets))])
+    def finish(self, sums): return sums[0] / sums[1]
+class Misspelt(Hits):
+    def measure(self, output, targets): return output.argmx(-1)
+class Unfinished(Hits):
+    def finish(self, sums): return "half"
+class Whole(Hits):
+    def measure(self, output, targets): return 3
+def spread(outputs, targets): return float(outputs.std())
+def undefined(outputs, targets): return outputs.std() * scale
+def of_many(outputs, targets):
+    if len(targets) < 30: raise ValueError("needs every class")
+    return 1.0
+def never(outputs, targets): raise ValueError("no such score")
 def now_and_then(output, targets): return output.mean() if (targets == 0).all() else torch.zeros(())
 """
 
@@ -157,3 +174,27 @@ def test_another_seed_or_recipe_builds_its_own_data() -> None:
     ask(own=own, widths="[6, 6]")
     ask(own=own, widths="[6, 6]", train="seed = 7")
     assert Path("built").read_text() == "xxx"
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("Misspelt", "metric 'hits' failed: AttributeError: .*argmx"),
+        ("Unfinished", "metric 'hits' failed: ValueError: could not convert string to float"),
+        ("Whole", "metric 'hits': measure returned a int; return a tensor of one dim or of two"),
+        ("undefined", "metric 'undefined' failed: NameError"),
+    ],
+)
+def test_a_metric_of_ones_own_that_cannot_work_is_refused_before_a_step(metric: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as found:
+        ask(train=f'[eval]\nmetrics = ["tried_parts:{metric}"]')
+    assert "eval.metrics" in str(found.value) and "Traceback" not in str(found.value)
+
+
+def test_a_metric_that_may_need_more_samples_than_were_tried_is_told_of() -> None:
+    for metric in ("Hits", "spread"):
+        assert not ask(train=f'[eval]\nmetrics = ["tried_parts:{metric}"]').warnings
+    (told,) = ask(train='[eval]\nmetrics = ["tried_parts:of_many"]').warnings
+    assert "on the first 8 of the validation samples" in told and "needs every class" in told
+    with pytest.raises(RequestError, match="no such score"):
+        ask(train='[eval]\nsamples = 8\nmetrics = ["tried_parts:never"]')

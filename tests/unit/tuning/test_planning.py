@@ -198,6 +198,7 @@ def test_the_precisions_that_are_executed_are_those_of_train():
     assert set(EXECUTED_PRECISIONS) == set(get_args(TrainConfig.model_fields["precision"].annotation))
 
 
+@pytest.mark.soak
 def test_a_plan_with_experts_is_marked_and_one_that_runs_is_found(shaped):
     """Before, a ranking of plans with ep could be all there was, and `shoal train` refused each of them."""
     overrides = ("planner.shape.experts=16", "planner.shape.chosen_experts=2", "train.precision=bfloat16")

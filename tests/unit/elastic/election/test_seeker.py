@@ -114,3 +114,30 @@ def test_a_stranger_hears_that_its_key_is_refused(tmp_path, knows_them, says):
             await node.close()
 
     asyncio.run(run())
+
+
+def test_a_lost_center_is_told_of_and_waited_for_with_an_end():
+    async def run():
+        async with candidates(3) as (addresses, said):
+            clock, node, told = Clock(), make_node(), []
+            seeker = Seeker(node, addresses, search_seconds=60.0, lost_seconds=100.0, tell=told.append, clock=clock)
+            seeker.start()
+            await until(seeker.find)
+            said[:] = [0]
+            await until(lambda: seeker.find() is None)
+            assert told == []
+            clock.more = 12.0
+            assert seeker.find() is None and seeker.find() is None
+            assert len(told) == 1 and told[0].startswith("the center of epoch 3 was heard last 1"), told
+            assert "is there and does not lead; waiting for one for 100 s" in told[0]
+            said[:] = [4]
+            await until(seeker.find)
+            assert told[1:] == ["there is a center again: c0 of epoch 4"]
+            said[:] = [0]
+            await until(lambda: seeker.find() is None)
+            clock.more += 101.0
+            with pytest.raises(RunError, match="start the centers again, each with its --run-dir"):
+                seeker.find()
+            await node.close()
+
+    asyncio.run(run())

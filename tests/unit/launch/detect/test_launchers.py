@@ -79,7 +79,7 @@ def _tf(kind: str, index: int, **cluster: list[str]) -> dict[str, str]:
 
 
 def test_tf_config_counts_the_chief_first() -> None:
-    given = {"chief": ["a:2222"], "worker": ["b:2222", "a:2223"], "ps": ["c:2222"]}
+    given = {"chief": ["a:2222"], "worker": ["b:2222", "a:2223"]}
     assert _numbers(read_place(_tf("chief", 0, **given))) == ("tf_config", 0, 3, 0, 2)
     place = read_place(_tf("worker", 1, **given))
     assert _numbers(place) == ("tf_config", 2, 3, 1, 2)
@@ -87,10 +87,29 @@ def test_tf_config_counts_the_chief_first() -> None:
     assert read_place(_tf("worker", 0, worker=["x:1", "y:1"])).address == "x"
 
 
+def test_parameter_servers_of_tf_config_are_the_first_ranks() -> None:
+    given = {"chief": ["a:2222"], "worker": ["b:2222", "a:2223"], "ps": ["c:2222", "a:2224"]}
+    tasks = [("ps", 0), ("ps", 1), ("chief", 0), ("worker", 0), ("worker", 1)]
+    places = [read_place(_tf(kind, index, **given)) for kind, index in tasks]
+    assert [place.rank for place in places] == [0, 1, 2, 3, 4]
+    assert {(place.world_size, place.num_servers, place.address, place.port) for place in places} == {(5, 2, "c", 2222)}
+    assert _numbers(places[4]) == ("tf_config", 4, 5, 2, 3)
+
+
+def test_an_index_is_that_of_a_node_where_a_node_has_several_ranks() -> None:
+    given = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "job-0.job", "LOCAL_WORLD_SIZE": "3"}
+    assert _numbers(read_place({**given, "LOCAL_RANK": "2"})) == ("indexed", 5, 6, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (_tf("ps", 0, ps=["a:1"], worker=["b:1"]), "ps 0, which is no rank; start parameter servers with `shoal role`"),
+        (_tf("evaluator", 0, worker=["b:1"]), "evaluator 0, which is no rank; evaluate a run with `shoal eval`"),
+        (_tf("ps", 1, ps=["a:1"], worker=["b:1"]), "ps 1 of a cluster with 1 of that kind"),
+        (
+            {"WORKER_INDEX": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            "WORKER_INDEX=1 makes this process a node with 2 ranks",
+        ),
         (_tf("worker", 2, worker=["a:1", "b:1"]), "worker 2 of a cluster with 2 of that kind"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not a cluster with a task"),
         (_tf("worker", 0, worker=["a", "b"]), "'a', which is not host:port"),

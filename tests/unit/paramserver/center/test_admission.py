@@ -2,7 +2,9 @@
 
 import pytest
 
-from shoal.paramserver.center.center import find_difference
+from shoal.elastic.view import View
+from shoal.paramserver.center.center import find_difference, find_other_run
+from shoal.paramserver.messages import Join
 
 MODEL = {"a.weight": ((4, 2), "float32"), "b": ((3,), "float32")}
 
@@ -29,3 +31,23 @@ def test_the_same_model_is_let_in_also_when_its_shapes_came_as_lists():
 )
 def test_a_difference_is_named_with_both_sides(member, words):
     assert find_difference(MODEL, member) == words
+
+
+@pytest.mark.parametrize(
+    ("ours", "run", "seen", "epoch", "words"),
+    [
+        ("", "", None, 1, None),
+        ("", "a", None, 1, None),
+        ("a", "", None, 1, None),
+        ("a", "a", 9, 2, None),
+        ("", "a", 4, 5, None),
+        ("", "a", 4, 4, "has reached epoch 4, and this center begins with epoch 4"),
+        ("b", "a", None, 9, "it belongs to the run a and this center to the run b"),
+        ("b", "a", 3, 9, "it belongs to the run a and this center to the run b"),
+    ],
+)
+def test_members_of_another_run_are_known_by_its_name_and_its_epochs(ours, run, seen, epoch, words):
+    view = None if seen is None else View(epoch=seen, servers=(), workers=(), chains=())
+    join = Join(name="server-0", role="server", address="", model={}, run=run, view=view)
+    found = find_other_run(ours, join, epoch=epoch)
+    assert found is None if words is None else found is not None and words in found

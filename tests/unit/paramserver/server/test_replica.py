@@ -116,3 +116,20 @@ def test_programs_go_on_in_other_memory_while_weights_are_read():
         assert torch.equal(shard.parameters()["weight"].reshape(-1), shard.weights)
 
     asyncio.run(run())
+
+
+def test_a_push_that_does_not_fit_and_came_before_its_shard_is_let_go():
+    """Nobody could check it while the shard was on its way; it was the end of the server when the shard came."""
+
+    async def run():
+        replica = Replica(None)
+        good, bad = torch.ones(NUMEL), torch.ones(NUMEL)
+        bad[3] = torch.nan
+        pushes = (good[:-1], good[: NUMEL // 2], good, bad)
+        for number, gradient in enumerate(pushes):
+            replica.store(PushId("worker", number), memoryview(gradient.numpy()).cast("B"), 0)
+        replica.store(PushId("worker", 9), memoryview(b"abc"), 0)
+        replica.fill(make_state())
+        assert replica.ready.is_set() and replica.state.num_waiting == 1, "the one that fits"
+
+    asyncio.run(run())

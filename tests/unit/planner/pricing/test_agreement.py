@@ -1,7 +1,9 @@
 """How replicas agree in seconds and bytes: what a policy keeps, what a stream hides, what a codec costs."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,12 +24,14 @@ from shoal.planner.pricing.agreement import (
     rank_shapes,
     updated_share,
 )
-from shoal.planner.pricing.codecs import SPEEDS, CodecWork, codec_work
+from shoal.planner.pricing.codecs import SPEEDS, BackWork, CodecSpeed, CodecWork, codec_work
 from shoal.planner.pricing.cost import StepParts
 from shoal.replicas.build import build_policy
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.policy import Island
 from support.planner.jobs import job_of, shape_of
+
+MEASURED = Path(__file__).parents[4] / "benchmarks" / "compression"
 
 
 def job_on(cluster):
@@ -103,15 +107,36 @@ def test_bytes_that_leave_a_rank_and_their_time():
 def test_work_of_a_codec():
     config = CompressionConfig()
     both = codec_work(CompressRule.parse("int8"), config, 1000, num_ranks=4, is_sharded=False)
-    assert (both.encoded, both.decoded) == (1250, 2000), "a rank encodes its gradient and its slice of the sum"
+    assert both == CodecWork(1000, 1000, BackWork("int8", 250, 1000)), (
+        "a rank encodes its gradient and its slice of the sum"
+    )
     sharded = codec_work(CompressRule.parse("int8"), config, 1000, num_ranks=4, is_sharded=True)
-    assert (sharded.encoded, sharded.decoded) == (1000, 1000)
+    assert sharded == CodecWork(1000, 1000)
     picked = codec_work(CompressRule.parse("topk:0.01"), config, 1000, num_ranks=4, is_sharded=False)
     assert (picked.encoded, picked.decoded) == (1000, 5000), "every rank decodes what all sent, and its own once more"
     rule = CompressRule.parse("int8")
     assert both.seconds(rule, 1e9) == pytest.approx(
         4 * (1250 / SPEEDS["int8"].encode + 2000 / SPEEDS["int8"].decode) / 1e9
     )
+    kept = codec_work(CompressRule.parse("int4"), config, 1000, num_ranks=4, is_sharded=False)
+    assert kept == CodecWork(1000, 2000, BackWork("int8", 250, 1250)), (
+        "what is lost is known once it is decoded, both ways"
+    )
+    there = 1000 / SPEEDS["int4"].encode + 2000 / SPEEDS["int4"].decode
+    back = 250 / SPEEDS["int8"].encode + 1250 / SPEEDS["int8"].decode
+    assert kept.seconds(CompressRule.parse("int4"), 1e9) == pytest.approx(4 * (there + back) / 1e9)
+
+
+def test_speeds_of_codecs_are_those_that_were_measured_last():
+    newest = json.loads(max((MEASURED / "results").glob("*.json")).read_text())
+    found = {row["codec"].partition(":")[0]: row for row in newest["codecs"]}
+    # DGC sends as top-k does, 1-bit Adam as signs.
+    found |= {"dgc": found["topk"], "onebit": found["sign"]}
+    assert found.keys() == SPEEDS.keys()
+    for kind, speed in SPEEDS.items():
+        measured = CodecSpeed(found[kind]["encode_share"], found[kind]["decode_share"])
+        assert speed.encode == pytest.approx(measured.encode, rel=0.05), (kind, speed, measured)
+        assert speed.decode == pytest.approx(measured.decode, rel=0.05), (kind, speed, measured)
 
 
 @pytest.mark.parametrize("numbers", [{}, {"tied": True}, {"is_gated": True, "experts": 4, "chosen_experts": 2}])

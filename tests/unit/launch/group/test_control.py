@@ -1,0 +1,39 @@
+"""The control board: views that go to ranks, and what they answer."""
+
+import pytest
+
+from shoal.core.clock import Deadline
+from shoal.core.errors import RunError
+from shoal.launch.group.control import ControlBoard
+
+
+@pytest.fixture
+def board():
+    made = ControlBoard.create(2)
+    yield made
+    made.close()
+
+
+def test_a_view_is_read_under_its_epoch(board):
+    assert board.epoch == 0
+    board.publish(1, "one")
+    board.publish(2, "zwei")
+    assert board.read() == (2, "zwei")
+    assert board.await_newer(1, Deadline(seconds=0)) and not board.await_newer(2, Deadline(seconds=0))
+
+
+def test_answers_are_of_one_slot_and_are_forgotten_with_its_process(board):
+    board.say_ready(1)
+    board.say_arrived(1, 3)
+    board.say_failed(1, 2)
+    found = board.answers(1)
+    assert (found.is_ready, found.arrived, found.failed) == (True, 3, 2) and not board.answers(0).is_ready
+    board.clear(1)
+    assert not board.answers(1).is_ready and board.answers(1).failed == 0
+
+
+def test_a_board_of_another_size_and_a_view_that_does_not_fit_are_refused(board):
+    with pytest.raises(RunError, match="control board for 3 ranks"):
+        ControlBoard.attach(board.fd, 3)
+    with pytest.raises(RunError, match="does not fit"):
+        board.publish(1, "x" * 70_000)
