@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from contenders import ALONE, EXTRA, NAMES, PLANS
-from hosts import Hosts, two_hosts, why_not
 from pairs import Pair
+
+from hosts import Hosts, two_hosts, why_not
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
