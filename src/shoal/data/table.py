@@ -64,9 +64,7 @@ class Schema:
         for field in self.fields:
             if field.name == name:
                 return field
-        raise RequestError(
-            f"there is no column {name!r}{did_you_mean(name, self.names)}; columns: {', '.join(self.names)}"
-        )
+        raise RequestError(f"there is no column {name!r}; {did_you_mean(name, self.names)}")
 
 
 @dataclass(frozen=True, kw_only=True)
