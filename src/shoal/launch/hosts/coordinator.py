@@ -129,7 +129,7 @@ class Coordinator:
                 limit = Deadline(seconds=min(limit.remaining, _OTHERS_SECONDS))
         return _unreachable(opened, self.fleet.connect_seconds, has_time=limit.seconds > _OTHERS_SECONDS)
 
-    def enter(self, run_dir: str, *, is_shared: bool = False) -> None:
+    def enter(self, run_dir: str, *, why_shared: str = "") -> None:
         """See that every host has a run directory, and the first host, or all, the one that this process has.
 
         Raises:
@@ -172,7 +172,7 @@ class Coordinator:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, is_shared=is_shared))
+        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, why_shared=why_shared))
 
     def return_lost(self) -> None:
         """Start agents again on hosts that were lost.

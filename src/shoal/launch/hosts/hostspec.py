@@ -70,6 +70,11 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int) -> tuple[HostSlots, 
     return tuple(HostSlots(name=host.name, slots=num_ranks // len(hosts)) for host in hosts)
 
 
+def describe_hosts(hosts: Sequence[HostSlots]) -> str:
+    """Hosts in words."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
 def _parse(text: str, where: str) -> HostSlots:
     match = _LINE.fullmatch(text)
     if match is None or not _HOST.fullmatch(match["host"]):
