@@ -6,6 +6,7 @@ nobody who he is, and every user of the machine could read, change and fill it. 
 is connected (``packetfilter.py``).
 """
 
+import contextlib
 import itertools
 import os
 import socket
@@ -16,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.interface import choose_interface, own_address
 from shoal.comm.leaving.connections import noted_connections
-from shoal.comm.packetfilter import sealed_listeners
+from shoal.comm.packetfilter import drop_everybody, sealed_listeners
 from shoal.comm.store.agentstore import AgentStore
 from shoal.core.errors import RunError
 from shoal.core.place import Place
@@ -29,6 +29,8 @@ _JOINED = itertools.count()
 _OPENED: list[Store] = []
 """The store of this process's launcher, once it is open."""
 _KEPT: list[Store] = []
+_LISTENING: list[int] = []
+"""The socket on which this process serves that store."""
 
 
 class World:
@@ -162,16 +164,15 @@ def open_store(place: Place, timeout: timedelta) -> Store:
 def _opened_store(place: Place, timeout: timedelta) -> Store:
     """torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
     listen on every interface."""
-    if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _has_agent_store(place):
         # Not torch's own way to it: that has a prefix by the restarts of this host's agent, which other hosts count otherwise.
         return connect_store(place, timeout)
-    if place.launcher == "torchrun":
-        found: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
-        return found
     where = f"{place.address}:{place.port}"
     try:
         own = own_address(place) or place.address
         listener = _listen(own, place) if place.rank == 0 else None
+        if listener is not None:
+            _LISTENING[:] = [os.dup(listener.fileno())]
         return TCPStore(
             own if place.rank == 0 else place.address,
             place.port,
@@ -191,8 +192,25 @@ def _opened_store(place: Place, timeout: timedelta) -> Store:
 
 def connect_store(place: Place, timeout: timedelta) -> Store:
     """A connection of its own to the store of a launcher that serves one at the place's address."""
-    where = (own_address(place) if place.rank == 0 and place.launcher != "torchrun" else None) or place.address
+    where = (own_address(place) if place.rank == 0 and not _has_agent_store(place) else None) or place.address
     return TCPStore(where, place.port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def seal_store() -> None:
+    """Let nobody connect any more to the store that this process serves, if it does: all ranks are connected by now.
+
+    torch's store asks nobody who he is: whoever reaches its port can read, change and delete every key. A kernel without such
+    filters leaves it open.
+    """
+    while _LISTENING:
+        descriptor = _LISTENING.pop()
+        with contextlib.suppress(OSError):
+            drop_everybody(descriptor)
+        os.close(descriptor)
+
+
+def _has_agent_store(place: Place) -> bool:
+    return place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(where: str, place: Place) -> socket.socket:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch types these n
 from shoal.comm.interface import own_address
 from shoal.comm.store.rounds import agree_on_round
 from shoal.comm.wire.keys import make_keys
-from shoal.comm.world import open_store
+from shoal.comm.world import open_store, seal_store
 from shoal.core.clock import Deadline
 from shoal.core.errors import EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.place import Place
@@ -73,6 +73,7 @@ def train_as_role(request: TrainRequest, place: Place) -> tuple[int, dict[str, A
     number = agree_on_round(
         opened, rank=place.rank, world_size=place.world_size, host=socket.gethostname(), seconds=seconds
     )
+    seal_store()  # All have come.
     # A launcher that starts its processes again keeps what those before have said.
     store = PrefixStore(f"round-{number}", opened)
     if number > 0:

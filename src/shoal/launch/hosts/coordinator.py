@@ -33,6 +33,7 @@ _OTHERS_SECONDS = 2.0
 _ENTER_SECONDS = 60.0
 _END_SECONDS = 10.0
 _TURN_SECONDS = 0.1
+_CLOCK_PINGS, _CLOCK_SECONDS = 3, 0.1
 _PAUSE_SECONDS = 2.0
 """A coordinator that has not looked for so long was stopped itself: the silence was its own."""
 
@@ -173,6 +174,17 @@ class Coordinator:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, why_shared=why_shared))
+
+    def measure_clocks(self) -> dict[str, float]:
+        """By host, how far its clock is ahead of this machine's."""
+        for _ in range(_CLOCK_PINGS):
+            for connection in self.connections:
+                if connection.hello is not None:
+                    connection.send(Ping(sent=time.monotonic(), heard=connection.agent_clock))
+            limit = Deadline(seconds=_CLOCK_SECONDS)
+            while not limit.is_over:
+                self._taken += self.turn(_CLOCK_SECONDS / 5)
+        return {one.name: one.clock_offset for one in self.connections if one.agent_clock >= 0}
 
     def return_lost(self) -> None:
         """Start agents again on hosts that were lost.

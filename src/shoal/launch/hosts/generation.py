@@ -28,6 +28,7 @@ from shoal.launch.failurereport import say_stopping
 from shoal.launch.group.generations import run_generations
 from shoal.launch.group.request import THREADS_THERE, LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member
+from shoal.launch.hosts.clocks import wrong_clocks
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator, Fleet, Interrupted
 from shoal.launch.hosts.elastic import HostsGroup
@@ -69,6 +70,8 @@ def supervise_hosts(request: LaunchRequest, fleet: Fleet) -> Outcome:
         try:
             coordinator.gather()
             coordinator.enter(os.path.abspath(request.run_dir), why_shared=request.why_shared)
+            for problem in wrong_clocks(coordinator.measure_clocks()):
+                request.display.message(f"warning: {problem}")
             return run_generations(request, lambda number: HostGeneration(request, number, coordinator).run())
         except Interrupted as interrupted:
             request.display.message(say_stopping(interrupted.number, 0.0, has_ranks=False))
