@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shoal.comm.interface import choose_interface, own_address
+from shoal.comm.interface import VARIABLE, choose_interface, own_address
 from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import drop_everybody, sealed_listeners
 from shoal.comm.store.agentstore import AgentStore
@@ -31,6 +31,9 @@ _OPENED: list[Store] = []
 _KEPT: list[Store] = []
 _LISTENING: list[int] = []
 """The socket on which this process serves that store."""
+
+_NO_WAY = ("Network is unreachable", "No route to host")
+"""What the system says where a host has no way to another one, and what no rank's death looks like."""
 
 
 class World:
@@ -130,7 +133,16 @@ def join_world(
         store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
     with noted_connections(), sealed_listeners():
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        try:
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NO_WAY):
+                raise
+            raise RunError(
+                f"rank {place.rank} on host {socket.gethostname()} cannot reach the other ranks: {_first_line(error)}; see that "
+                "all hosts reach each other over the interface that gloo uses "
+                f"({os.environ.get(VARIABLE) or 'its own choice'}): `shoal doctor --hosts` tries every pair"
+            ) from error
         world.group = dist.group.WORLD
         # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
         world.save_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -185,8 +197,8 @@ def _opened_store(place: Place, timeout: timedelta) -> Store:
     except (OSError, RuntimeError) as error:
         doing = "rank 0 cannot listen" if place.rank == 0 else f"rank {place.rank} cannot reach rank 0"
         raise RunError(
-            f"{doing} at {where}, where {place.launcher} has its processes meet: {error}; set MASTER_ADDR and MASTER_PORT "
-            "to an address of rank 0's host and a free port"
+            f"{doing} at {where}, where {place.launcher} has its processes meet: {_first_line(error)}; set MASTER_ADDR and "
+            "MASTER_PORT to an address of rank 0's host and a free port"
         ) from error
 
 
@@ -207,6 +219,11 @@ def seal_store() -> None:
         with contextlib.suppress(OSError):
             drop_everybody(descriptor)
         os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the C++ stack that torch puts below."""
+    return str(error).partition("\n")[0].strip() or type(error).__name__
 
 
 def _has_agent_store(place: Place) -> bool:

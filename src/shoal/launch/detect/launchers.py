@@ -239,7 +239,7 @@ def read_kubeflow(environment: Environment) -> Place | None:
         )
     if "PET_NODE_RANK" not in environment or "PET_MASTER_ADDR" not in environment:
         raise RequestError(
-            f"PET_NNODES={nodes} without PET_NODE_RANK and PET_MASTER_ADDR: this is no node of a job of Kubeflow's trainer; unset "
+            f"PET_NNODES={nodes} without PET_NODE_RANK and PET_MASTER_ADDR: this is no node of Kubeflow's trainer; unset "
             "PET_NNODES to train alone"
         )
     names = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "LOCAL_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")

@@ -62,6 +62,11 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int) -> tuple[HostSlots, 
                 "(--plan), or other numbers behind the hosts"
             )
         return tuple(hosts)
+    if num_ranks < len(hosts):
+        raise RequestError(
+            f"the plan has {num_ranks} rank(s), and {len(hosts)} hosts are named ({named}): leave {len(hosts) - num_ranks} of "
+            "them out, or name a plan with more ranks (--plan)"
+        )
     if num_ranks % len(hosts):
         raise RequestError(
             f"{num_ranks} ranks cannot be spread evenly over the {len(hosts)} hosts {named}; say how many run on each, as in "
