@@ -74,7 +74,7 @@ def list_roles(request: TrainRequest, place: Place, plan: Plan, meeting: Meeting
         words = ("role", "worker", *common, "--index", str(index))
         return [RoleCommand(name=f"worker-{index}", arguments=words)]
     words = ("role", "server", *common, "--index", str(place.rank), "--listen", f"tcp://{address}:0")
-    words += ("--run-dir", meeting.run_dir, *(["--held"] if meeting.is_held else []))
+    words += ("--run-dir", meeting.run_dir, *(["--supervised"] if meeting.is_held else []))
     is_resumed = request.resume or place.generation > 0
     server = RoleCommand(
         name=f"server-{place.rank}",

@@ -99,6 +99,12 @@ def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] 
     return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
 
 
+def _shared_model(prepared: Prepared, threads: int) -> list[str]:
+    """What is called once for all ranks of a host, with its arguments."""
+    data = json.dumps(asdict(prepared.spec))
+    return [SHARED_MODEL, str(prepared.run_dir), data, str(threads or THREADS_THERE)]
+
+
 def _why_shared(prepared: Prepared) -> str:
     """Why all hosts have to share the run directory; empty where they need not."""
     if prepared.setup.plan.ps:
@@ -151,12 +157,11 @@ def supervise_ranks(
     )
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    shared = [SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads or THREADS_THERE)]
     outcome = supervise_with(
         LaunchRequest(
             module=module,
             arguments=[str(run_dir), *(["--resume"] if prepared.resume else []), *arguments],
-            shared=shared if module == WORKER else (),
+            shared=_shared_model(prepared, threads) if module == WORKER else (),
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
