@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -244,6 +245,8 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}", file=sys.stderr)
         return
+    # Hosts are removed then too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     wanted = options.only or PARTS
     size = "tiny" if options.tiny else "full"
     results: dict[str, Any] = {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor()}

@@ -177,13 +177,15 @@ class Coordinator:
 
     def measure_clocks(self) -> dict[str, float]:
         """By host, how far its clock is ahead of this machine's."""
+        others: list[tuple[Connection, Any]] = []
         for _ in range(_CLOCK_PINGS):
             for connection in self.connections:
                 if connection.hello is not None:
                     connection.send(Ping(sent=time.monotonic(), heard=connection.agent_clock))
             limit = Deadline(seconds=_CLOCK_SECONDS)
             while not limit.is_over:
-                self._taken += self.turn(_CLOCK_SECONDS / 5)
+                others += self.turn(_CLOCK_SECONDS / 5)
+        self._taken = others + self._taken
         return {one.name: one.clock_offset for one in self.connections if one.agent_clock >= 0}
 
     def return_lost(self) -> None:
