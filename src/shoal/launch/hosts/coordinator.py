@@ -34,6 +34,7 @@ _ENTER_SECONDS = 60.0
 _END_SECONDS = 10.0
 _TURN_SECONDS = 0.1
 _CLOCK_PINGS, _CLOCK_SECONDS = 3, 0.1
+_SHELL_ADVICE = "see that `ssh {} true` works without a question, or name another remote shell with --ssh"
 _PAUSE_SECONDS = 2.0
 """A coordinator that has not looked for so long was stopped itself: the silence was its own."""
 
@@ -350,11 +351,13 @@ def _gone(connections: Sequence[Connection]) -> dict[str, str]:
 
 def _advice(connection: Connection) -> str:
     said = connection.lost.lower()
+    if "exit code 255" in said:  # ssh's own; what it started there never came to run
+        return _SHELL_ADVICE.format(connection.name)
     if "no module named" in said or "no such file" in said or "not found" in said or "can't cd" in said:
         return "install Shoal there at the same path, or name the interpreter with --python"
     if connection.hello is not None:
         return "see its own messages above"
-    return f"see that `ssh {connection.name} true` works without a question, or name another remote shell with --ssh"
+    return _SHELL_ADVICE.format(connection.name)
 
 
 def _set_clock(connection: Connection, pong: Pong) -> None:
