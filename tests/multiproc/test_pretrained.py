@@ -119,6 +119,32 @@ def test_each_rank_reads_its_own_part_of_a_folder_and_groups_are_those_of_one_pr
         assert all(rank["read"] <= (most or 4 * rank["held"]) for rank in both), "a rank reads what it holds"
 
 
+@pytest.mark.parametrize(
+    "plans",
+    [["dp=2 zero=3", "tp=2"], pytest.param(["dp=2", "dp=2 zero=1", *PLANS[4:]], marks=pytest.mark.soak)],
+    ids=len,
+)
+def test_adapters_of_peft_on_weights_from_a_folder_are_those_of_one_process(tmp_path, plans):
+    """``model.lora`` with dropout of its own; what is not an adapter keeps every bit that was loaded."""
+    pytest.importorskip("peft")
+    given = write_folder(tmp_path)
+    recipe = recipe_of({"init": {"path": str(tmp_path), "prefix": "model."}, "lora": LORA})
+    one = alone(recipe)
+    adapters = {name for name in one["last"] if "lora_" in name}
+    assert adapters and all(name in adapters for name in one["last"] if name not in one["frozen"])
+    moved = [name for name in adapters if not torch.equal(one["last"][name], one["first"][name])]
+    assert set(moved) == adapters, "all of them learn, and nothing else"
+    for rank, found in enumerate(run_on_ranks(train, 2, recipe, plans, deadline_seconds=120)):
+        for plan, result in zip(plans, found, strict=True):
+            assert_close(one["first"], result["first"], bound=0.0)
+            trained = sum(one["last"][name].numel() for name in adapters)
+            assert result["state"] < 3 * trained, "frozen weights have no optimizer state"
+            if rank == 0:
+                assert_close(one["last"], result["last"], bound=1e-5 if plan == "tp=2" else 1e-6)
+                for name in one["last"].keys() - adapters:
+                    assert torch.equal(result["last"][name], given[name.replace(".base_layer.", ".")]), name
+
+
 @pytest.mark.soak
 def test_a_run_that_goes_on_needs_nothing_of_what_it_began_from(shoal, tmp_path):
     write_folder(folder := tmp_path / "pretrained")
