@@ -8,12 +8,12 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source
 from shoal.data.sources.iterable import is_iterable_only
 from shoal.data.sources.own import from_dataset, stream_splits
-from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
 
 _ELSEWHERE = {

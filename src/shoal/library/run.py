@@ -36,7 +36,7 @@ from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.data.batchform import arguments_of
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import describe_value, with_whole_passes
