@@ -16,9 +16,7 @@ SLICE = [
     ("MLP-Mixer", "pp=2"),  # a transposed activation crosses stages
     ("DeBERTa", "pp=2"),  # a weight that outer code reads for several stages
     ("Gemma", "cp=2"),  # a norm that computes in float32 by itself
-    ("DLRM, dict batch", "dp=2"),  # a model that is called by names
     ("U-Net", "dp=2 zero=3"),
-    ("LSTM", "dp=2"),
     ("ResNet", "dp=2"),  # batch norm
 ]
 

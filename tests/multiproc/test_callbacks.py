@@ -26,7 +26,11 @@ RECIPE = {
     "eval": {"every": 1, "batch": 1, "metrics": ["accuracy", "top3", "perplexity", "f1"]},
     "checkpoint": {"every": 4, "keep": 1},
 }
-PLANS = ["dp=2 microbatches=1", "dp=2 zero=3 microbatches=1", "pp=2 microbatches=2"]
+PLANS = [
+    pytest.param("dp=2 microbatches=1", marks=pytest.mark.soak),
+    "dp=2 zero=3 microbatches=1",
+    "pp=2 microbatches=2",
+]
 
 
 class Numbers(Hook):
