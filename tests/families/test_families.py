@@ -17,6 +17,7 @@ SLICE = [
     ("DeBERTa", "pp=2"),  # a weight that outer code reads for several stages
     ("Gemma", "cp=2"),  # a norm that computes in float32 by itself
     ("U-Net", "dp=2 zero=3"),
+    ("LSTM", "dp=2"),
     ("ResNet", "dp=2"),  # batch norm
 ]
 
