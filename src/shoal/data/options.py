@@ -84,7 +84,7 @@ class LoaderOptions:
             ("num_samples", 1),
         ):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and value >= least):
+            if value is not None and (not isinstance(value, Real) or not float(value) >= least):
                 raise RequestError(f"{name} is {value!r}, and must be {least} or more")
 
     @property
