@@ -111,6 +111,13 @@ def test_those_who_died_come_back_between_two_steps(shoal, mortal, zero):
     assert views[-1]["replicas"] == 4 and min(view["replicas"] for view in views) < 4, views
 
 
+@pytest.mark.parametrize("point", ["connect", pytest.param("torn", marks=pytest.mark.soak)])
+def test_a_rank_may_die_while_the_ranks_of_a_view_connect(shoal, mortal, point):
+    """One who has told its address and never connects, or has told half of it, is not waited for."""
+    _, summary = check(shoal, mortal, "dp=4", f"rank 1@5:microbatch;rank 2@2:{point}", views=2)
+    assert summary["elastic"]["paused_seconds"] < 10, "gloo alone waits for lease_seconds + 5"
+
+
 @pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_dead_rank(shoal, mortal):
     settings = {"elastic.spares": 1}

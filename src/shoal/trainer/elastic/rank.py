@@ -16,21 +16,21 @@ No checkpoint is read, unless nothing whole is left in memory.
 import contextlib
 import gc
 import json
-import os
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch types these names only there
+from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.interruption import interrupt_when
 from shoal.comm.leaving.connections import shut_connections
 from shoal.comm.leaving.hangup import HangUp
 from shoal.comm.store.agentstore import AgentStore
-from shoal.comm.store.interruptible import InterruptibleStore
+from shoal.comm.store.recordfile import RecordFileStore
 from shoal.comm.world import World, join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import FinalError, RequestError, RunError
@@ -59,6 +59,7 @@ _ARRIVE_SECONDS = 60.0
 """How long members of a view wait for one that is alive and does not come; those that died are told of."""
 _LOOK_SECONDS = 0.002
 _MEET_SECONDS = 0.02
+_KEPT_STORES = 64
 _CONNECT_SECONDS = 5.0
 """How much longer than a lease ranks of several hosts may take to connect."""
 
@@ -139,8 +140,9 @@ class ElasticRank:
         """Built and not used yet."""
         self._updating = -1
         self._hang_up: HangUp | None = None
-        self._stores: list[AgentStore] = []
-        self._store: InterruptibleStore | None = None
+        # A store that is written in Python lives only as long as Python refers to it, and a thread that still connects to those
+        # of an old view may use its one until the time for that is over.
+        self._stores: deque[Store] = deque(maxlen=_KEPT_STORES)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -269,12 +271,9 @@ class ElasticRank:
         else:
             place = replace(self._place, rank=rank, world_size=size, local_rank=rank, local_size=size, is_launched=True)
             self._await_slots(view)
-            # By a descriptor of its own, which stays open: a store writes to its path once more when nothing holds it any more.
-            own = os.open(view.store, os.O_RDWR | os.O_CLOEXEC)
-            path = f"/proc/self/fd/{own}" if os.path.exists("/proc/self/fd") else view.store
-            # A store that is written in Python lives only as long as Python refers to it.
-            self._store = InterruptibleStore(FileStore(path, size))
-            store = PrefixStore(f"epoch-{view.epoch}", self._store)
+            met = RecordFileStore(view.store)
+            self._stores.append(met)
+            store = PrefixStore(f"epoch-{view.epoch}", met)
         elastic = self._recipe.elastic
         world = join_world(
             place,
@@ -296,7 +295,6 @@ class ElasticRank:
     def _meet(self, view: View) -> Store:
         """Wait until all members have come to a view, on several hosts; where they meet from then on."""
         asked = AgentStore(self._place.store)
-        # A store that is written in Python lives only as long as Python refers to it.
         self._stores.append(asked)
         store = PrefixStore(f"epoch-{view.epoch}", asked)
         store.set(f"came-{self._slot}", "1")
