@@ -190,6 +190,7 @@ def _job_on_hosts(
     from shoal.launch.hosts.generation import supervise_hosts
     from shoal.launch.hosts.hostspec import place_ranks
     from shoal.trainer.elastic.limits import refuse_elastic_hosts
+    from shoal.trainer.elastic.membership import ranks_at_start
     from shoal.trainer.launch import supervise_ranks
 
     plan = prepared.setup.plan
@@ -197,7 +198,7 @@ def _job_on_hosts(
         raise RequestError(
             f"plan {str(plan)!r}: --hosts starts ranks, and parameter servers are roles; start each with `shoal role`"
         )
-    placed = place_ranks(hosts, prepared.setup.world_size)
+    placed = place_ranks(hosts, ranks_at_start(prepared.recipe.elastic, plan))
     if prepared.recipe.elastic.mode == "shrink":
         refuse_elastic_hosts(prepared.recipe, plan, placed)
     fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)

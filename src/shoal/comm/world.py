@@ -49,6 +49,8 @@ class World:
         self.owns_group = True
         self.num_logical = 0
         """Replicas that the run's plan has, where fewer are present (``core/logical.py``); 0 where all are."""
+        self.num_planned = 0
+        """Replicas that the run's plan has, where the batch grows and shrinks with those that are present; 0 where it is held."""
         self.is_rehearsed = False
         """There are no other processes: see ``comm/rehearsal.py``."""
         self.hosts: tuple[int, ...] | None = None

@@ -50,7 +50,7 @@ class HostMembership:
     @property
     def num_replicas(self) -> int:
         """Replicas to begin with."""
-        return self.state.wanted.num_logical
+        return self.state.wanted.at_start
 
     def joined(
         self, member: str, *, replica: str, position: int, spare: bool, host: str | None = None
@@ -133,6 +133,8 @@ def build_membership(
         min_dp=config.min_dp,
         max_dp=config.max_dp,
         spares=config.spares,
+        scales=config.batch == "scale",
+        drops_slow=config.drop_stragglers,
         # One host that cannot be reached by itself: there is nobody to tell of it.
         lease_seconds=process.lease_seconds if hosts else math.inf,
         join_seconds=process.start_deadline,
@@ -145,6 +147,12 @@ def build_membership(
         num_slots=(limit + config.spares) * size,
         starts_again=starts_again,
     )
+
+
+def ranks_at_start(config: GroupConfig, plan: Plan) -> int:
+    """How many processes are started: fewer than the plan has where ``elastic.max_dp`` is less than its ``dp``."""
+    dp = plan.dp or 1
+    return plan.world_size // dp * config.replicas_at_start(dp)
 
 
 def _action(instruction: Instruction) -> elasticgroup.Action | None:

@@ -282,7 +282,10 @@ class ElasticRank:
             # One that dies on the way is not waited for: the next view comes soon.
             join_seconds=elastic.lease_seconds + _CONNECT_SECONDS,
         )
-        world.num_logical = view.num_logical if view.num_replicas < view.num_logical else 0
+        if elastic.batch == "scale":
+            world.num_planned = self._setup.plan.dp or 1
+        else:
+            world.num_logical = view.num_logical if view.num_replicas < view.num_logical else 0
         return world
 
     def _await_slots(self, view: View) -> None:
