@@ -122,8 +122,8 @@ SCALED = {"train.micro_batch": 2, "optim.scale": "linear", "optim.scale_base": 4
 
 
 def test_a_batch_that_follows_the_replicas_is_that_of_a_schedule(shoal, mortal):
-    """Four steps of 8 samples by two replicas, then steps of 4 by one, at half the rate: to the bit what a run comes to whose batch
-    was to change at that step."""
+    """Four steps of 8 samples by two replicas, then steps of 4 by one, at half the rate: to the bit what a run comes to whose
+    batch was to change at that step."""
     _, scaled = train(shoal, mortal, "run", "dp=2", deaths="rank 1@5:microbatch", **SCALED)
     rate = {key: value for key, value in SCALED.items() if key != "elastic.batch"}
     schedule = {"train.batch_schedule": "[[0, 8], [4, 4]]", **rate}

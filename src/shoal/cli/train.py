@@ -188,7 +188,7 @@ def _job_on_hosts(
 
     from shoal.engine.resolve import MOST_PER_CORE
     from shoal.launch.hosts.generation import supervise_hosts
-    from shoal.launch.hosts.hostspec import place_ranks
+    from shoal.launch.hosts.hostspec import hosts_behind, place_ranks
     from shoal.trainer.elastic.limits import refuse_elastic_hosts
     from shoal.trainer.elastic.membership import ranks_at_start
     from shoal.trainer.launch import supervise_ranks
@@ -198,10 +198,14 @@ def _job_on_hosts(
         raise RequestError(
             f"plan {str(plan)!r}: --hosts starts ranks, and parameter servers are roles; start each with `shoal role`"
         )
-    placed = place_ranks(hosts, ranks_at_start(prepared.recipe.elastic, plan))
-    if prepared.recipe.elastic.mode == "shrink":
+    elastic = prepared.recipe.elastic
+    at_start = ranks_at_start(elastic, plan)
+    placed = place_ranks(hosts, at_start, has_more=elastic.starts_more)
+    if elastic.mode == "shrink":
         refuse_elastic_hosts(prepared.recipe, plan, placed)
     fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)
+    if elastic.starts_more:
+        fleet = replace(fleet, optional=hosts_behind(placed, at_start))
     where = ", ".join(f"{host.name}:{host.slots}" for host in placed)
     return partial(supervise_ranks, debug=debug, supervise_with=partial(supervise_hosts, fleet=fleet), where=where)
 

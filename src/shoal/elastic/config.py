@@ -48,6 +48,11 @@ class GroupConfig(Config):
     drop_stragglers: bool = False
     """With shrink: leave stragglers out where enough replicas are left."""
 
+    @property
+    def starts_more(self) -> bool:
+        """Whether processes are started while the run goes on."""
+        return self.mode == "shrink" and (self.rejoin or self.spares > 0)
+
     def replicas_at_start(self, dp: int) -> int:
         """How many replicas a run of a plan with so many logical ones begins with."""
         is_less = self.mode == "shrink" and self.max_dp is not None

@@ -59,8 +59,8 @@ def group_problems(config: GroupConfig, plan: Plan, *, rate_rule: str) -> Iterat
     # Of islands it is not the number that is in the way: see ``trainer/elastic/limits.py``.
     if max_dp == 1 and config.spares == 0 and plan.with_islands.islands == 1:
         yield (
-            f"elastic.mode shrink has nobody to go on with where one replica is present (dp={dp}, max_dp {max_dp}, spares 0); plan "
-            "dp=2 or more, or set elastic.spares"
+            f"elastic.mode shrink has nobody to go on with where one replica is present (dp={dp}, max_dp {max_dp}, spares 0); "
+            "plan dp=2 or more, or set elastic.spares"
         )
 
 

@@ -149,6 +149,7 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
+            takes_hosts=prepared.recipe.elastic.starts_more,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )

@@ -8,8 +8,8 @@ from shoal.engine.hooks import Hook
 
 
 class Deaths(Hook):
-    """Ends this process where ``DEATHS`` says so: ``rank 1@5:gradients`` in the fifth step, before its update; ``rank 1@2:connect``
-    while the ranks of the view of epoch 2 connect."""
+    """Ends this process where ``DEATHS`` says so: ``rank 1@5:gradients`` in the fifth step, before its update; ``rank
+    1@2:connect`` while the ranks of the view of epoch 2 connect."""
 
     def __init__(self):
         self._member = os.environ.get("SHOAL_MEMBER", "")

@@ -1,8 +1,8 @@
 """Connecting to the other ranks of a group of gloo, broken off when there is a reason to (``comm/interruption.py``).
 
 gloo connects the ranks of a group inside its constructor, where it waits for each of them to connect or to listen, and for one
-that died until the group's time-out: no connection exists yet that could be ended. So the constructor runs on a thread of its own,
-and who waits for it looks around. A thread that nobody waits for any more ends at that time-out by itself; what it has
+that died until the group's time-out: no connection exists yet that could be ended. So the constructor runs on a thread of its
+own, and who waits for it looks around. A thread that nobody waits for any more ends at that time-out by itself; what it has
 connected by then is shut down by whoever noted it (``connections.py``).
 """
 
@@ -57,7 +57,7 @@ def connect(make: Any, *args: Any, **options: Any) -> Any:
     def run() -> None:
         try:
             result.append(make(*args, **options))
-        except BaseException as error:  # noqa: BLE001 (raised again by whoever waits)
+        except BaseException as error:
             failure.append(error)
 
     thread = threading.Thread(target=run, name="connecting", daemon=True)

@@ -1,9 +1,9 @@
 """The store in which ranks of one host meet when any of them may be killed at any moment: records in a file.
 
-torch's own ``FileStore`` writes a record in four parts and reads it without looking for the end of the file: a rank that is killed
-between two of them leaves half a record, over which every other rank loops for ever, in C++ and with the interpreter's lock. Here a
-record has its length and its check sum in front; who reads goes on only over records that are whole, and who writes cuts off
-what is left of one that is not.
+torch's own ``FileStore`` writes a record in four parts and reads it without looking for the end of the file: a rank that is
+killed between two of them leaves half a record, over which every other rank loops for ever, in C++ and with the interpreter's
+lock. Here a record has its length and its check sum in front; who reads goes on only over records that are whole, and who writes
+cuts off what is left of one that is not.
 
     lengths of key and value, check sum | key | value
     12 bytes                            |     |
@@ -123,8 +123,8 @@ class RecordFileStore(Store):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """With everything read, and nobody else writing. The lock of a process that is killed is free at once; one that is stopped
-        keeps it, and nobody waits for that one for ever."""
+        """With everything read, and nobody else writing. The lock of a process that is killed is free at once; one that is
+        stopped keeps it, and nobody waits for that one for ever."""
         with self._mutex:
             limit = Deadline(seconds=self.timeout.total_seconds())
             while True:

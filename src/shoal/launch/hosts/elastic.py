@@ -71,8 +71,8 @@ class HostsGroup:
         self._next: NewView | None = None
         """Decided, and told when everything that happened at once was heard."""
         self._heard: dict[str, float] = {}
-        self._gone: list[Connection] = []
-        self._do([action for one in self._connections for action in self._hear(one)])
+        self._gone = [one for one in self._connections if one.lost]
+        self._do([action for one in self._connections if not one.lost for action in self._hear(one)])
         size = policy.replica_size
         for number in range(policy.num_replicas):
             for position in range(size):
@@ -86,9 +86,21 @@ class HostsGroup:
         return found or sorted(place.slot for place in self._places.values())
 
     def members_of(self, connection: Connection) -> tuple[str, ...]:
-        """What the first processes of a host are called, in the order of its slots."""
+        """What the first processes of a host are called, in the order of its slots; empty where a slot has none yet."""
         names = {place.slot: member for member, place in self._places.items()}
-        return tuple(names[slot] for slot in connection.ranks)
+        return tuple(names.get(slot, "") for slot in connection.ranks)
+
+    def slots_of(self, connection: Connection) -> list[int]:
+        """The slots of a host in which a process is, as far as is known."""
+        return sorted(place.slot for place in self._places.values() if place.connection is connection)
+
+    def host_came(self, old: Connection, new: Connection) -> None:
+        """A host is there that was not: replicas may be started on it."""
+        self._connections = [new if one is old else one for one in self._connections]
+        self._gone = [one for one in self._gone if one is not old]
+        self._tell(f"host {new.name} has come")
+        self._do(self._hear(new))
+        self._flush()
 
     def said(self, said: messages.Said) -> None:
         """A rank is ready, or has seen a collective fail."""
@@ -192,7 +204,7 @@ class HostsGroup:
             # The processes before are not gone yet.
             self._waiting.append(action)
             return
-        self._tell(f"starting a replica, {action.name}, on {connection.name}")
+        self._tell(f"starting {'a spare' if action.spare else 'a replica'}, {action.name}, on {connection.name}")
         for position, slot in enumerate(free):
             member = self._join(slot, action.name, position, spare=action.spare)
             connection.send(messages.StartMember(generation=self._generation, slot=slot, member=member))

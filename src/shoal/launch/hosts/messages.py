@@ -81,7 +81,7 @@ class Start(_Message, frozen=True):
     threads: int
     env: dict[str, str]
     members: tuple[str, ...] = ()
-    """In a run that goes on when ranks die: what each of these ranks is called, in their order."""
+    """In a run that goes on when ranks die: what the process in each of these slots is called, empty where there is none yet."""
 
 
 class Publish(_Message, frozen=True):

@@ -34,7 +34,7 @@ class RemoteGroup:
         self.gave_up: str | None = None
         self.is_over = False
         self._limit: Deadline | None = None
-        self._members = dict(zip(start.ranks, start.members, strict=True))
+        self._members = {slot: member for slot, member in zip(start.ranks, start.members, strict=True) if member}
         """By slot, of those that live."""
         self._told: dict[str, tuple[bool, int]] = {}
         self._to_start = [Start(slot=slot, member=member) for slot, member in self._members.items()]

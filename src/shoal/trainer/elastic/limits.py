@@ -47,10 +47,11 @@ def refuse_elastic_hosts(recipe: Recipe, plan: Plan, hosts: Sequence[HostSlots])
         RequestError: says which, and what to do.
     """
     elastic, size = recipe.elastic, plan.ranks_per_replica
-    if elastic.spares or (elastic.max_dp or 0) > (plan.dp or 1):
+    at_start, room = elastic.replicas_at_start(plan.dp or 1) * size, sum(host.slots for host in hosts)
+    if elastic.spares and room < at_start + elastic.spares * size:
         raise RequestError(
-            f"elastic.spares {elastic.spares}, elastic.max_dp {elastic.max_dp}: hosts have room for the {plan.dp} replicas "
-            "of the plan and no more; set elastic.rejoin to start others in the place of those that die"
+            f"elastic.spares {elastic.spares}: the run begins with {at_start} ranks, spares need {elastic.spares * size} more, "
+            f"and the hosts have room for {room}; give hosts more room, or a further host, or set elastic.rejoin in place of spares"
         )
     for host in hosts:
         if host.slots % size:

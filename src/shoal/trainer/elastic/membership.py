@@ -140,7 +140,7 @@ def build_membership(
         join_seconds=process.start_deadline,
         max_failures=failures,
     )
-    starts_again = config.rejoin or config.spares > 0
+    starts_again = config.starts_more
     return HostMembership(
         state=State(wanted=wanted),
         replica_size=size,

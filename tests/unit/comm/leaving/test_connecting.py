@@ -56,7 +56,9 @@ def test_a_rank_that_died_after_it_told_its_address_is_not_waited_for(dead):
         with pytest.raises(PeerLost, match="there is a newer view"):
             join_world(place(0), deadline_seconds=30, store=PrefixStore("epoch-2", store), device=torch.device("cpu"))
         assert time.monotonic() - started < 10
-        assert not dist.is_initialized() and c10d._world.group_count == 0, "the next group has the number of everybody's"
+        assert not dist.is_initialized() and c10d._world.group_count == 0, (
+            "the next group has the number of everybody's"
+        )
 
 
 def test_what_is_made_is_gloos_own_and_torch_is_left_as_it_was(tmp_path):
