@@ -154,18 +154,14 @@ def test_a_spare_on_a_third_host_takes_the_place_of_a_lost_one(shoal, mortal, ze
 
 @pytest.mark.soak
 def test_a_host_that_is_not_there_at_the_start_comes_later(shoal, mortal):
-    """Named behind those that are needed: its shell fails until a file is there."""
-    shell = make_shell(shoal.folder)
-    late = shoal.folder / "late.sh"
-    late.write_text(f'#!/bin/sh\n[ "$1" != 127.0.0.2 ] || [ -e {shoal.folder}/up ] || exit 1\nexec {shell} "$@"\n')
-    late.chmod(0o755)
+    """Named behind those that are needed."""
+    (shoal.folder / "127.0.0.2.down").touch()
     settings = {**SCALED, "elastic.max_dp": 3, "elastic.rejoin": "true"}
     words = words_of(shoal, mortal, "dp=2", steps=1500, **settings)
     words[words.index("--hosts") + 1] += ",127.0.0.2:1"
-    words[words.index("--ssh") + 1] = str(late)
     process = shoal.start(*words, environment=variables())
     wait_for_step(shoal.folder / "run", 20)
-    (shoal.folder / "up").touch()
+    (shoal.folder / "127.0.0.2.down").unlink()
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0 and "the run begins without it" in stderr, stderr
     assert [view["replicas"] for view in read_views(shoal)] == [2, 3], stderr

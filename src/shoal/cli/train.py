@@ -141,7 +141,7 @@ def train(
         )
         nproc = None
     num_processes = place.world_size if launched else sum(host.slots for host in named) or nproc
-    request = replace(request, plan=plan, num_processes=num_processes)
+    request = replace(request, plan=plan, num_processes=num_processes, has_hosts=bool(named))
     if launched and not dry_run:
         be_launched(request, place, json_file)
     if launched and place.rank > 0:

@@ -51,7 +51,7 @@ def refuse_elastic_hosts(recipe: Recipe, plan: Plan, hosts: Sequence[HostSlots])
     if elastic.spares and room < at_start + elastic.spares * size:
         raise RequestError(
             f"elastic.spares {elastic.spares}: the run begins with {at_start} ranks, spares need {elastic.spares * size} more, "
-            f"and the hosts have room for {room}; give hosts more room, or a further host, or set elastic.rejoin in place of spares"
+            f"and the hosts have room for {room}; give hosts more room, or name a further host, or set elastic.rejoin instead"
         )
     for host in hosts:
         if host.slots % size:
