@@ -160,6 +160,16 @@ def test_a_scaled_run_grows_beyond_its_plan(shoal, mortal):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("drops", ["true", "false"])
+def test_a_rank_that_computes_for_longer_is_named_and_left_out_where_that_is_asked(shoal, mortal, drops):
+    settings = {"elastic.drop_stragglers": drops, "elastic.straggler_factor": 2}
+    done, summary = train(shoal, mortal, "run", "dp=2", deaths="rank 1@0:microbatch:burn", steps=150, **settings)
+    assert "a straggler on" in done.stderr and "rank 1 is busy" in done.stderr and "(compute: +" in done.stderr
+    assert [view["replicas"] for view in read_views(shoal)] == ([2, 1] if drops == "true" else [2])
+    assert summary["weights_sha256"] == undisturbed(shoal, mortal, "dp=2", steps=150), done.stderr
+
+
+@pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_dead_rank(shoal, mortal):
     settings = {"elastic.spares": 1}
     done, summary = train(shoal, mortal, "run", "dp=2", deaths="rank 1@60:microbatch", steps=120, **settings)

@@ -129,6 +129,14 @@ def test_what_hosts_cannot_do_is_refused_before_an_agent_starts(shoal, mortal):
     assert "elastic.spares 1" in done.stderr and "have room for 2" in done.stderr
 
 
+def test_a_collective_that_fails_while_nobody_dies_is_done_again_and_counted(shoal, mortal):
+    """One rank's connections end, as they do when a switch forgets them."""
+    done, summary = check(shoal, mortal, "dp=2", "rank 1@5:start:hang-up", views=2)
+    assert summary["elastic"]["retries"] == 1 and "a collective failed and nobody died" in done.stderr
+    views = read_views(shoal)
+    assert [view["retry"] for view in views] == [False, True] and views[0]["members"] == views[1]["members"]
+
+
 def test_a_host_that_was_lost_comes_back_while_the_run_goes_on(shoal, mortal):
     """The other one waits for it, because two are asked for at least."""
     settings = {"elastic.rejoin": "true", "elastic.min_dp": 2}

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 
+from shoal.comm.leaving.connections import shut_connections
 from shoal.comm.store import recordfile
 from shoal.engine.hooks import Hook
 
@@ -25,6 +27,10 @@ class Deaths(Hook):
         for death in self._deaths:
             if death == place:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if death == f"{self._member}@0:{point}:burn":
+                _burn(0.05)
+            if death == f"{place}:hang-up":
+                shut_connections()
             if death == f"{place}:stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if death == f"{place}:agent":
@@ -50,6 +56,13 @@ class Deaths(Hook):
 
     def on_save(self, step):
         self._look(step - 1, "save")
+
+
+def _burn(seconds):
+    """Keep the processor busy for so long."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
 
 
 def _die_on_the_way(prefix, point):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.events import Event
+from shoal.launch.group.control import Pace
 from shoal.launch.group.elastic import (
     SECOND_START,
     Action,
@@ -18,6 +19,7 @@ from shoal.launch.group.elastic import (
     GroupPolicy,
     NewView,
     StartReplica,
+    Tell,
     tell_view,
     view_event,
     view_text,
@@ -64,6 +66,7 @@ class HostsGroup:
         self._waiting: list[StartReplica] = []
         """Those that are to be started when the processes before them are gone."""
         """Of the members that live, as far as is known."""
+        self._paces: dict[str, Pace] = {}
         self._starts: Counter[int] = Counter()
         self._ready: set[str] = set()
         self._failed: dict[str, int] = {}
@@ -111,8 +114,15 @@ class HostsGroup:
             self._do(self._policy.ready(said.member))
         if said.failed > self._failed.get(said.member, 0):
             self._failed[said.member] = said.failed
-            self._do(self._policy.failed(said.member, said.failed))
+            suspects = [one.name for one in self._connections if said.suspect in one.ranks]
+            self._do(self._policy.failed(said.member, said.failed, suspects))
         self._flush()
+
+    def paced(self, paced: messages.Paced) -> None:
+        """An agent tells what kept its ranks busy."""
+        for member, (steps, compute, data) in paced.paces.items():
+            if member in self._places:
+                self._paces[member] = Pace(steps=steps, compute=compute, data=data)
 
     def lost(self, lost: messages.Lost) -> None:
         """An agent has seen a rank end, one that is no member any more included."""
@@ -149,6 +159,7 @@ class HostsGroup:
         for connection in self._connections:
             if not connection.lost and connection.heard > self._heard.get(connection.name, 0.0):
                 self._do(self._hear(connection))
+        self._do(self._policy.paced({member: self._paces.get(member, Pace()) for member in self._places}))
         self._do(self._policy.ticked())
         self._flush()
 
@@ -189,6 +200,9 @@ class HostsGroup:
                 place = self._places.get(action.member)
                 if place is not None:
                     self._send_end(action.member, place, action.reason)
+            elif isinstance(action, Tell):
+                self._report(action.event)
+                self._tell(action.text)
             else:
                 self.gave_up = self.gave_up or action.reason
 

@@ -39,6 +39,7 @@ from shoal.launch.hosts.messages import (
     Lost,
     Order,
     Output,
+    Paced,
     Reading,
     Said,
     Start,
@@ -259,6 +260,9 @@ class HostGeneration:
                     self._states[reading.rank] = _read(reading)
         elif isinstance(message, Ended):
             self._notice_end(connection, message.end)
+        elif isinstance(message, Paced):
+            if self._group is not None:
+                self._group.paced(message)
         elif isinstance(message, Said | Lost):
             if self._group is not None and self._mode is _Mode.RUNNING and not connection.lost:
                 self._group.said(message) if isinstance(message, Said) else self._group.lost(message)

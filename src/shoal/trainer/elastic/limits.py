@@ -27,7 +27,6 @@ def refuse_elastic(recipe: Recipe, plan: Plan) -> None:
         "elastic.batch scale counts its length in steps, whose samples are not known beforehand; set train.steps": (
             recipe.elastic.batch == "scale" and recipe.train.steps is None
         ),
-        "elastic.drop_stragglers is understood and not executed yet": recipe.elastic.drop_stragglers,
         f"checkpoint.place {recipe.checkpoint.place} is for ranks that stay the same": (
             recipe.checkpoint.place not in ("auto", "shared", "first")
         ),

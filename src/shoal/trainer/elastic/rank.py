@@ -51,9 +51,12 @@ from shoal.trainer import sharedmodel
 from shoal.trainer.build import build_seeded, build_trainer, load_init
 from shoal.trainer.config import Recipe
 from shoal.trainer.elastic.limits import FIX
+from shoal.trainer.elastic.pacing import PaceMeter
 from shoal.trainer.elastic.peercopies import PeerCopies, own_shard
 from shoal.trainer.elastic.recovery import MemberState, agree, counted, hand_round
+from shoal.trainer.elastic.suspects import addresses_of, find_suspect, own_ip
 from shoal.trainer.loop import Trainer
+from shoal.trainer.samedata import gather_texts
 
 _ARRIVE_SECONDS = 60.0
 """How long members of a view wait for one that is alive and does not come; those that died are told of."""
@@ -79,6 +82,7 @@ class View:
     hosts: tuple[str, ...]
     """Of each replica."""
     cause: str
+    is_retry: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "View":
@@ -138,6 +142,9 @@ class ElasticRank:
         self._data: Splits | None = None
         self._hooks: Sequence[Hook] | None = None
         """Built and not used yet."""
+        self._meter = PaceMeter(lambda pace: self._control.say_pace(self._slot, pace))
+        self._suspects: dict[str, int] = {}
+        """By address, the slots of a host's ranks: one of them, where no other host has it."""
         self._updating = -1
         self._hang_up: HangUp | None = None
         # A store that is written in Python lives only as long as Python refers to it, and a thread that still connects to those
@@ -200,6 +207,8 @@ class ElasticRank:
         if view.has_hosts:
             self._hang_up = HangUp(lambda: self._is_broken(view))
         world = self._join(view)
+        if view.has_hosts:
+            self._suspects = addresses_of(gather_texts(world, own_ip()), view.slots)
         try:
             trainer = self._lay_out(world, is_first=view.epoch == 1)
         except BaseException:
@@ -232,8 +241,10 @@ class ElasticRank:
         self._was_in_step = True
         steps = trainer.training_steps()
         assert isinstance(steps, Generator), "it can be closed, which ends what loads its batches"
+        self._meter.begin()
         try:
-            for _ in steps:
+            for done in steps:
+                self._meter.step(data_seconds=done.data_seconds)
                 self._was_in_step, self._before = False, None
                 if (reason := self._why_stop_waiting()) is not None:
                     raise PeerLost(reason, ranks=[])
@@ -258,7 +269,7 @@ class ElasticRank:
             self._hang_up = None
         if trainer is not None:
             self._close(trainer, keep=True)
-        self._control.say_failed(self._slot, self._epoch)
+        self._control.say_failed(self._slot, self._epoch, suspect=find_suspect(error, self._suspects))
 
     # --- coming together
 
@@ -374,7 +385,9 @@ class ElasticRank:
             trainer.recall()
         redone = max(0, agreed.newest - trainer.progress.step)
         seconds = 0.0 if self._left_at is None else time.monotonic() - self._left_at
-        counts = counted(counts, views=1, steps_redone=redone + self._was_in_step, paused_seconds=seconds)
+        counts = counted(
+            counts, views=1, retries=int(view.is_retry), steps_redone=redone + self._was_in_step, paused_seconds=seconds
+        )
         copies = self._keep_copies(trainer, view)
         trainer.world.barrier()
         # Not before: whoever fails on the way goes on with what it held. Some may fail in this very barrier, so what was held is
@@ -438,6 +451,7 @@ def summary_of(counts: Mapping[str, float]) -> dict[str, Any]:
     """What the summary says of an elastic run."""
     return {
         "views": 1 + int(counts.get("views", 0)),
+        "retries": int(counts.get("retries", 0)),
         "steps_redone": int(counts.get("steps_redone", 0)),
         "paused_seconds": float(counts.get("paused_seconds", 0.0)),
     }

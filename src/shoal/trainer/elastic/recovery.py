@@ -153,7 +153,7 @@ def hand_round(
             # Bytes: zeros of those who do not speak change none, whereas -0.0 + 0.0 would be 0.0.
             if flat.numel():
                 mesh.everyone.all_reduce_(flat)
-                digest.update(memoryview(flat.cpu().numpy()))
+                digest.update(flat.cpu().numpy().data)
             whole = flat.view(whole.dtype).reshape(whole.shape)
             if name in target.tensors:
                 target.tensors[name].copy_(take_local(whole, target.placements[name]))
