@@ -143,6 +143,7 @@ class ElasticRank:
         self._hooks: Sequence[Hook] | None = None
         """Built and not used yet."""
         self._meter = PaceMeter(lambda pace: self._control.say_pace(self._slot, pace))
+        self._address = own_ip()
         self._suspects: dict[str, int] = {}
         """By address, the slots of a host's ranks: one of them, where no other host has it."""
         self._updating = -1
@@ -208,7 +209,7 @@ class ElasticRank:
             self._hang_up = HangUp(lambda: self._is_broken(view))
         world = self._join(view)
         if view.has_hosts:
-            self._suspects = addresses_of(gather_texts(world, own_ip()), view.slots)
+            self._suspects = addresses_of(gather_texts(world, self._address), view.slots)
         try:
             trainer = self._lay_out(world, is_first=view.epoch == 1)
         except BaseException:
@@ -269,7 +270,8 @@ class ElasticRank:
             self._hang_up = None
         if trainer is not None:
             self._close(trainer, keep=True)
-        self._control.say_failed(self._slot, self._epoch, suspect=find_suspect(error, self._suspects))
+        suspect = None if is_newer else find_suspect(error, self._suspects, own=self._address)
+        self._control.say_failed(self._slot, self._epoch, suspect=suspect)
 
     # --- coming together
 
