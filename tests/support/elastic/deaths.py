@@ -29,6 +29,8 @@ class Deaths(Hook):
                 os.kill(os.getpid(), signal.SIGKILL)
             if death == f"{self._member}@0:{point}:burn":
                 _burn(0.05)
+            if death == f"{self._member.partition(',')[0]}@0:{point}:pace":
+                time.sleep(0.1)
             if death == f"{place}:hang-up":
                 shut_connections()
             if death == f"{place}:stop":
