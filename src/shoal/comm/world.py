@@ -57,6 +57,11 @@ class World:
         """The host of every rank; found by the first mesh where nobody has said it (``comm/hosts.py``)."""
 
     @property
+    def planned_replicas(self) -> int:
+        """Replicas that the plan has, where others may be present; 0 where all are."""
+        return self.num_logical or self.num_planned
+
+    @property
     def is_first(self) -> bool:
         """True on the rank that prints and writes what is written once."""
         return self.rank == 0

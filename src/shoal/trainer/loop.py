@@ -19,7 +19,6 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.compression.config import CompressionConfig
-from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
@@ -117,8 +116,7 @@ class Trainer:
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        num_planned = self.world.num_logical or self.world.num_planned
-        size = {"world_size": self.world.size, "num_logical": num_planned}
+        size = {"world_size": self.world.size, "num_logical": self.world.planned_replicas}
         self.setup = resolve_alone(train, plan, setup=setup, num_samples=samples, tokens_per_sample=tokens, **size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
@@ -154,9 +152,7 @@ class Trainer:
             model,
             self.data,
             loss,
-            plan=present_plan(
-                self.plan, world_size=self.world.size, num_logical=self.world.num_logical or self.world.num_planned
-            ),
+            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.planned_replicas),
             settings=self.settings,
             world=self.world,
             status=status,
@@ -303,12 +299,7 @@ class Trainer:
         """Samples of the next step, where its epoch has as many left."""
         planned = batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
         # With ``elastic.batch`` scale every replica that is present keeps its share.
-        return planned * self._num_shares // self.plan.num_shares
-
-    @property
-    def _num_shares(self) -> int:
-        """Replicas that share a batch out."""
-        return self.mesh.degree(Axis.DATA) if self.world.num_planned else self.plan.num_shares
+        return planned * self.engine.mesh.num_sharing(self.plan) // self.plan.num_shares
 
     def _open_loader(self) -> RoundBatches:
         return RoundBatches(
@@ -317,7 +308,7 @@ class Trainer:
             position=self.progress.position,
             micro_batch=self.setup.micro_batch,
             rounds=self.engine.mesh.rounds if self.plan.islands == 1 else [self.engine.mesh.replica],
-            num_replicas=self._num_shares,
+            num_replicas=self.engine.mesh.num_sharing(self.plan),
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             prefetch=self.prefetch,

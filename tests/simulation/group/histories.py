@@ -55,6 +55,7 @@ class History:
         num_hosts, num_logical = draw.choice((2, 3, 4)), draw.choice((2, 3, 4))
         self.hosts = [f"h{number}" for number in range(num_hosts)]
         self.slots = draw.choice((1, 2)) + -(-num_logical // num_hosts)
+        self.is_dealt = is_dealt
         self.is_harsh, self.is_single, self.aim, self.is_late = is_harsh, is_single, aim, is_late
         world.late = 0.1 if is_late else 0.0
         wanted = Wanted(
@@ -190,6 +191,9 @@ class History:
             self.world.run(self.world.now + draw.choice(gaps))
             if self.world.cut_hosts and (draw.random() < 0.4 or self.world.now - since > LONGEST_CUT):
                 self._heal()
+                if self.is_dealt:
+                    # Two long cuts in a row without a word between them are one that is longer than a run survives.
+                    self.world.run(self.world.now + 0.3)
         self._heal()
         self.world.late = 0.0
         self.world.tell("the last fault is over")
