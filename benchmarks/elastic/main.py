@@ -292,7 +292,7 @@ def kill_torchft(kills: int) -> dict[str, Any]:
     from torchft.coordination import LighthouseServer
 
     dice, pauses = random.Random(1), []
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     with tempfile.TemporaryDirectory() as folder:
         quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
 
