@@ -29,6 +29,7 @@ from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
 from shoal.replicas.intervals import Interval
 from shoal.replicas.policy import Policy, StepEnd
+from shoal.replicas.shards import WholeBlocks
 from shoal.replicas.traffic import Sizes, step_traffic, summed_traffic, tells_stop
 
 PREFIX = "islands/"
@@ -62,6 +63,8 @@ class Islands:
     """Puts this rank's optimizer back to its beginning."""
     sums: CompressedSum | None = None
     """Adds changes up compressed; None where they go as they are."""
+    shards: WholeBlocks | None = None
+    """Makes whole blocks of changes that ZeRO has cut."""
     goes_on: bool = False
     """An island whose step is not finite leaves it out, and comes to rounds all the same."""
     report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
@@ -242,6 +245,7 @@ class Islands:
             place=self.channel.rank,
             matrix=graph,
             sums=self.sums,
+            shards=self.shards,
         )
         return found if not self._is_measured else add_traffic(found, self._measuring(items, size))
 

@@ -54,7 +54,7 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.replicas.build import build_codings, build_policy
+from shoal.replicas.build import Cut, build_codings, build_policy
 from shoal.replicas.policy import Island
 from shoal.telemetry.statusboard import RankStatus
 
@@ -420,8 +420,15 @@ def _build_islands(
     # Every rank makes it, or none: the rule is the plan's.
     overlaps = rule.kind == "stream" and rule.delay > 0
     background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
-    coding, sums = build_codings(
-        rule, parts.plan.compress, settings.compression, weights, background or channel, settings.train.seed
+    cut = Cut(placements=reduction.placements, order=order, channel=parts.mesh.channel(Axis.DATA))
+    codings = build_codings(
+        rule,
+        parts.plan.compress,
+        settings.compression,
+        weights,
+        background or channel,
+        settings.train.seed,
+        cut=cut if parts.plan.zero else None,
     )
     island = Island(
         channel=channel,
@@ -429,8 +436,9 @@ def _build_islands(
         seed=settings.train.seed,
         inside=parts.mesh.everyone,
         background=background,
-        sums=sums,
-        coding=coding,
+        sums=codings.sums,
+        shards=codings.shards,
+        coding=codings.coding,
         rank=parts.world.rank,
         deadline_seconds=parts.world.deadline_seconds,
     )
@@ -449,7 +457,8 @@ def _build_islands(
         device=parts.world.device,
         publish=reduction.publish,
         forget=lambda: reset_state(optimizer),
-        sums=sums,
+        sums=codings.sums,
+        shards=codings.shards,
         goes_on=settings.train.nonfinite == "skip",
     )
 
