@@ -61,6 +61,14 @@ class TensorPart:
         return flat[self.before : self.size - self.behind]
 
 
+def whole_blocks(shape: Shape, first: int, end: int, block: int) -> TensorPart:
+    """What a rank codes that holds the elements ``first`` to ``end`` of a parameter: whole blocks, where it has any."""
+    if first >= end:
+        return TensorPart(shape, first, 0)
+    low, high = first // block * block, min(-(-end // block) * block, math.prod(shape))
+    return TensorPart(shape, low, high - low, before=first - low, behind=high - end)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Some elements of a tensor that are encoded together."""

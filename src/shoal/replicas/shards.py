@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.comm.channel import Channel
 from shoal.comm.trafficcounter import Traffic, TrafficCounts
-from shoal.compression.layout import TensorPart
+from shoal.compression.layout import whole_blocks
 from shoal.core.placement import Placement
 
 Slices = list[tuple[str, int, int]]
@@ -45,17 +45,16 @@ class WholeBlocks:
         channel: Channel,
     ) -> None:
         self._channel = channel
-        sizes = {name: math.prod(place.whole_shape) for name, place in placements.items()}
+        shapes = {name: place.whole_shape for name, place in placements.items()}
         own = {name: held_elements(place) for name, place in placements.items()}
         held = self._tell(own, order)
-        wide = [
-            {name: (first // block * block, min(-(-end // block) * block, sizes[name])) for name, (first, end) in one}
-            for one in ([(name, one[name]) for name in coded if name in one] for one in held)
+        coding = [
+            {name: whole_blocks(shapes[name], *one[name], block if name in coded else 1) for name in one}
+            for one in held
         ]
-        self.parts = {
-            name: _part(place, own[name], wide[channel.rank].get(name, own[name])) for name, place in placements.items()
-        }
+        self.parts = coding[channel.rank]
         """What this rank codes of each parameter."""
+        wide = [{name: (part.offset, part.offset + part.size) for name, part in one.items()} for one in coding]
         self._sent = [self._missing(own, held[rank], wide[rank]) for rank in range(channel.size)]
         """What each rank needs of what this one holds."""
         self._received = [self._missing(held[rank], own, wide[channel.rank]) for rank in range(channel.size)]
@@ -148,18 +147,6 @@ def held_elements(place: Placement) -> tuple[int, int]:
     row = math.prod(place.whole_shape[1:])
     first = patch.whole_start[0] * row if place.whole_shape else 0
     return first, first + math.prod(patch.shape)
-
-
-def _part(place: Placement, own: tuple[int, int], wide: tuple[int, int]) -> TensorPart:
-    if own[0] == own[1]:
-        wide = own
-    return TensorPart(
-        shape=place.whole_shape,
-        offset=wide[0],
-        numel=wide[1] - wide[0],
-        before=own[0] - wide[0],
-        behind=wide[1] - own[1],
-    )
 
 
 def _joined(views: Iterator[Tensor], like: Tensor) -> Tensor:
