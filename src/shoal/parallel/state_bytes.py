@@ -77,6 +77,9 @@ def predict_state_bytes(
     if compress is not None and islands is None:
         parts = {name: TensorPart(tuple(one.shape)) for name, one in model.named_parameters() if one.requires_grad}
         residuals = compression_bytes(parts, *compress, num_ranks=num_data_ranks, rank=data_rank, is_sharded=stage > 0)
+        if compress[0].kind == "onebit" and optim.name == "lamb":
+            # A variance that goes on beside the frozen one.
+            residuals += sum(one.nbytes for one in trained if one.ndim)
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)

@@ -376,7 +376,8 @@ class Islands:
         if self.unsent is not None and not unsent.keys() <= known:
             # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.
             self.unsent.sums.reset()
-            self._said = f"the checkpoint is of islands without compress={self.unsent.sums.rule}: nothing is left of what was not sent"
+            rule = self.unsent.sums.rule
+            self._said = f"the checkpoint is of islands without compress={rule}: nothing is left of what was not sent"
             unsent = {}
         tensors: dict[str, Tensor] = {**extra, **{key: one for key, (one, _) in unsent.items()}}
         placements: dict[str, Placement] = {**placed, **{key: place for key, (_, place) in unsent.items()}}
