@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from shoal.compression.exchange import CompressedSum
 from shoal.compression.onebit import lamb_factor, move, rebuild_gradient
-from shoal.optim.layerwise import Lamb
+from shoal.optim.layerwise import Lamb, trust_ratios
 from shoal.parallel.compressed import CompressedGradients
 
 RATIO_KEPT = 0.9
@@ -85,14 +85,15 @@ class MomentumSums(CompressedGradients):
     def update(self, optimizer: Optimizer) -> None:
         """A step of the optimizer with the frozen variance, from the momenta in ``.grad``."""
         counts = [optimizer.state[one]["step"] for group in optimizer.param_groups for one in group["params"]]
-        if counts and not int(self.frozen_at):
+        is_first = not int(self.frozen_at)
+        if counts and is_first:
             self.frozen_at.fill_(int(counts[0]))
         for group in optimizer.param_groups:
             names = group.get("param_names") or [str(place) for place in range(len(group["params"]))]
             held = [(name, one) for name, one in zip(names, group["params"], strict=True) if one.grad is not None]
             directions = [self._direction(group, one, optimizer.state[one]) for _, one in held]
             if isinstance(optimizer, Lamb):
-                self._scale_(group, [one for _, one in held], directions)
+                self._scale_(optimizer, group, held, directions, is_first=is_first)
             for (_, weight), direction in zip(held, directions, strict=True):
                 if isinstance(optimizer, AdamW) and group["weight_decay"]:
                     weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -122,13 +123,36 @@ class MomentumSums(CompressedGradients):
         fresh.mul_(beta2).add_(gradient.mul_(gradient).mul_(1 - beta2))
         factor.fill_(lamb_factor(state["exp_avg_sq"], fresh, float(factor)))
 
-    def _scale_(self, group: dict[str, Any], weights: list[Tensor], directions: list[Tensor]) -> None:
+    def _scale_(
+        self,
+        optimizer: Lamb,
+        group: dict[str, Any],
+        held: list[tuple[str, nn.Parameter]],
+        directions: list[Tensor],
+        *,
+        is_first: bool,
+    ) -> None:
         """LAMB's decay, and the coefficient that was frozen with the variance times its factor, in place."""
-        started = 1 - RATIO_KEPT ** int(self.frozen_at)
-        for weight, direction in zip(weights, directions, strict=True):
-            if group["weight_decay"]:
+        if group["weight_decay"]:
+            for (_, weight), direction in zip(held, directions, strict=True):
                 direction.add_(weight * group["weight_decay"])
-            if group["adapt"]:
-                name = self._name_of[id(weight)]
-                mean, factor = (float(self.sums.numbers[f"{what}/{name}"]) for what in ("ratio", "factor"))
-                direction.mul_(mean / started * factor)
+        if not group["adapt"]:
+            return
+        started = 1 - RATIO_KEPT ** int(self.frozen_at)
+        if is_first:
+            self._fill_ratios(optimizer, held, directions, started)
+        for (_, weight), direction in zip(held, directions, strict=True):
+            name = self._name_of[id(weight)]
+            mean, factor = (float(self.sums.numbers[f"{what}/{name}"]) for what in ("ratio", "factor"))
+            direction.mul_(mean / started * factor)
+
+    def _fill_ratios(
+        self, optimizer: Lamb, held: list[tuple[str, nn.Parameter]], directions: list[Tensor], started: float
+    ) -> None:
+        """The first ratio stands for those of a warm-up that was another plan's. All ranks call it: norms may be collective."""
+        names, weights = [name for name, _ in held], [weight.detach() for _, weight in held]
+        norms = (optimizer.norms(names, weights), optimizer.norms(names, directions))
+        for (_, weight), ratio in zip(held, trust_ratios(*norms, torch.float32) if held else (), strict=True):
+            mean = self.sums.numbers[f"ratio/{self._name_of[id(weight)]}"]
+            if not float(mean):
+                mean.fill_(float(ratio) * started)

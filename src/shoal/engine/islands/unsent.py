@@ -20,7 +20,7 @@ from shoal.compression.exchange import CompressedSum
 from shoal.core.placement import Placement, place_whole
 from shoal.engine.compression.saved import method_of
 
-Placed = dict[str, tuple[Tensor, Placement]]
+Located = dict[str, tuple[Tensor, Placement]]
 """Live tensors by what a checkpoint calls them, and where they lie in what it has."""
 
 
@@ -38,14 +38,14 @@ class Unsent:
     def _method(self) -> str:
         return f"compress-{method_of(self.sums.rule)}"
 
-    def named(self, prefix: str, *, is_read: bool) -> Placed:
+    def named(self, prefix: str, *, is_read: bool) -> Located:
         """What is saved or read of this rank's sums.
 
         Args:
             prefix: of the policy and the number of islands.
             is_read: to be read, with the elements that make blocks whole; each is saved by the rank that holds it.
         """
-        found: Placed = {}
+        found: Located = {}
         for what, by_name in self.sums.own_state().items():
             for name, flat in by_name.items():
                 key = f"{prefix}{self.sums.channel.rank}/{self._method}/{what}/{self.saved_names[name]}"
@@ -59,7 +59,7 @@ class Unsent:
                     self._place(found, key, name, tensor, start, is_read=is_read)
         return found
 
-    def _place(self, found: Placed, key: str, name: str, flat: Tensor, start: int, *, is_read: bool) -> None:
+    def _place(self, found: Located, key: str, name: str, flat: Tensor, start: int, *, is_read: bool) -> None:
         """Add elements of a parameter, the first of which is number ``start`` of what this rank codes of it."""
         part = self.sums.parts[name]
         first, stop = start, start + flat.numel()
@@ -69,12 +69,12 @@ class Unsent:
             whole = place_whole((math.prod(part.shape),))
             found[key] = flat[first - start : stop - start], whole.rows(part.offset + first, part.offset + stop)
 
-    def fold(self, saved: Collection[str], prefix: str) -> Placed:
+    def fold(self, saved: Collection[str], prefix: str) -> Located:
         """What is to be read of a checkpoint of another number of islands or another policy, and added up by ``loaded``."""
         self._folded = []
         residuals = self.sums.own_state().get("residual", {})
         of = _saved_counts(saved, prefix, f"/{self._method}/")
-        found: Placed = {}
+        found: Located = {}
         if len(of) != 1 or self.sums.channel.rank != 0:
             return found
         ((policy, count),) = of.items()

@@ -162,7 +162,7 @@ class CompressedTraining:
         ratio = float((moments["exp_avg_sq"].sqrt() / fresh.sqrt().clamp(min=2.0**-126)).max())
         factor = min(max(min(max(ratio, 0.5), 4.0), factor * (1 - 0.1)), factor * (1 + 0.1))
         self._fresh[name] = fresh, factor
-        started = 1 - float(_RATIO_KEPT ** self._frozen_after[name])
+        started = 1.0 - float(_RATIO_KEPT ** self._frozen_after[name])
         return self._mean_ratio.get(name, 0.0) / started * factor
 
     def memory(self) -> dict[str, Tensor]:
