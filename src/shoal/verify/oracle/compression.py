@@ -163,7 +163,8 @@ class CompressedTraining:
         factor = min(max(min(max(ratio, 0.5), 4.0), factor * (1 - 0.1)), factor * (1 + 0.1))
         self._fresh[name] = fresh, factor
         started = 1.0 - float(_RATIO_KEPT ** self._frozen_after[name])
-        return self._mean_ratio.get(name, 0.0) / started * factor
+        scale: float = self._mean_ratio.get(name, 0.0) / started * factor
+        return scale
 
     def memory(self) -> dict[str, Tensor]:
         """What replicas remember, by the names that captures use."""
