@@ -437,7 +437,7 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
     if is_costly and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
         yield (
             f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
-            f"in benchmarks/compression"
+            f"in benchmarks/replicas_loss"
         )
 
 
