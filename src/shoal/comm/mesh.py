@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.comm.channel import Channel, EchoTransport, SilentTransport, Transport
 from shoal.comm.hosts import find_hosts, has_two_levels, ranks_by_host, warn_of_crossings
+from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
@@ -288,7 +289,7 @@ def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
 def _new_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
     # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
     timeout = timedelta(seconds=world.join_seconds)
-    with noted_connections(), sealed_listeners():
+    with noted_connections(), sealed_listeners(), abortable_connecting():
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
     if not isinstance(group, dist.ProcessGroup):
         return None

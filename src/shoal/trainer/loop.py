@@ -19,6 +19,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World, join_world
 from shoal.compression.config import CompressionConfig
+from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
@@ -116,7 +117,8 @@ class Trainer:
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        size = {"world_size": self.world.size, "num_logical": self.world.num_logical}
+        num_planned = self.world.num_logical or self.world.num_planned
+        size = {"world_size": self.world.size, "num_logical": num_planned}
         self.setup = resolve_alone(train, plan, setup=setup, num_samples=samples, tokens_per_sample=tokens, **size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
@@ -152,7 +154,9 @@ class Trainer:
             model,
             self.data,
             loss,
-            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.num_logical),
+            plan=present_plan(
+                self.plan, world_size=self.world.size, num_logical=self.world.num_logical or self.world.num_planned
+            ),
             settings=self.settings,
             world=self.world,
             status=status,
@@ -297,7 +301,14 @@ class Trainer:
     @property
     def batch(self) -> int:
         """Samples of the next step, where its epoch has as many left."""
-        return batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        planned = batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        # With ``elastic.batch`` scale every replica that is present keeps its share.
+        return planned * self._num_shares // self.plan.num_shares
+
+    @property
+    def _num_shares(self) -> int:
+        """Replicas that share a batch out."""
+        return self.mesh.degree(Axis.DATA) if self.world.num_planned else self.plan.num_shares
 
     def _open_loader(self) -> RoundBatches:
         return RoundBatches(
@@ -306,7 +317,7 @@ class Trainer:
             position=self.progress.position,
             micro_batch=self.setup.micro_batch,
             rounds=self.engine.mesh.rounds if self.plan.islands == 1 else [self.engine.mesh.replica],
-            num_replicas=self.plan.num_shares,
+            num_replicas=self._num_shares,
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             prefetch=self.prefetch,

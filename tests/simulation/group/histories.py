@@ -1,6 +1,6 @@
 """Random histories of an elastic run: it is started, things go wrong at any message, then they stop, and it must finish."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.elastic.groupstate import Wanted
@@ -36,6 +36,7 @@ class History:
         aim: str = "",
         zero: bool | None = None,
         is_late: bool = False,
+        is_dealt: bool = False,
     ) -> None:
         """Set a run up.
 
@@ -47,6 +48,7 @@ class History:
             aim: the only kind of fault, if not all.
             zero: whether the state is sharded; drawn if left out.
             is_late: some messages are always late.
+            is_dealt: there are more logical replicas than may be present.
         """
         world = HostWorld(seed)
         draw = world.random
@@ -66,6 +68,8 @@ class History:
             settle_seconds=0.15,
             max_failures=1000,
         )
+        if is_dealt:
+            wanted = replace(wanted, num_logical=2 * num_logical, max_dp=num_logical)
         is_sharded = draw.random() < 0.6
         self.run = Run(
             world=world,
@@ -78,7 +82,7 @@ class History:
         self.run.coordinator = Coordinator(self.run, draw.choice(("hc", "h0")))
         for host in self.hosts:
             Agent(self.run, host, self.slots)
-        for number in range(num_logical):
+        for number in range(wanted.at_start):
             self.run.agents[self.hosts[number % num_hosts]].start(f"replica-{number}")
 
     @property
