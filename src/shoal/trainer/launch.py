@@ -99,6 +99,14 @@ def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] 
     return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
 
 
+def _tell_end(outcome: Outcome, cause: str, *, can_resume: bool, debug: bool) -> None:
+    if outcome.status == "failed" and outcome.culprit is not None:
+        print(f"error: {describe(outcome.culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
+    else:
+        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
+        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+
+
 def _shared_model(prepared: Prepared, threads: int) -> list[str]:
     """What is called once for all ranks of a host, with its arguments."""
     data = json.dumps(asdict(prepared.spec))
@@ -202,9 +210,5 @@ def supervise_ranks(
     # What ended the run may be that there is nowhere to write.
     with contextlib.suppress(RunError):
         write_summary(run_dir, summary)
-    if outcome.status == "failed" and culprit is not None:
-        print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
-    else:
-        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
-        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+    _tell_end(outcome, cause, can_resume=can_resume, debug=debug)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)
