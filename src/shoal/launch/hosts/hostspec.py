@@ -67,6 +67,11 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int, *, has_more: bool = 
                 "(--plan), or other numbers behind the hosts"
             )
         return tuple(hosts)
+    if num_ranks < len(hosts):
+        raise RequestError(
+            f"the plan has {num_ranks} rank(s), and {len(hosts)} hosts are named ({named}): leave {len(hosts) - num_ranks} of "
+            "them out, or name a plan with more ranks (--plan)"
+        )
     if num_ranks % len(hosts):
         raise RequestError(
             f"{num_ranks} ranks cannot be spread evenly over the {len(hosts)} hosts {named}; say how many run on each, as in "
@@ -79,6 +84,11 @@ def hosts_behind(hosts: Sequence[HostSlots], num_ranks: int) -> frozenset[str]:
     """The hosts that have none of the first so many ranks."""
     firsts = [sum(host.slots for host in hosts[:place]) for place in range(len(hosts))]
     return frozenset(host.name for host, first in zip(hosts, firsts, strict=True) if first >= num_ranks)
+
+
+def describe_hosts(hosts: Sequence[HostSlots]) -> str:
+    """Hosts in words."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _parse(text: str, where: str) -> HostSlots:

@@ -1,7 +1,7 @@
 """Hosts that come while a run goes on: those that were lost, and those that were named and were not there at its start.
 
-The coordinator tries them again and again. One that answers passes the admission that all have passed at the start (versions, the run
-directory), while the others train; then its agent is asked for ranks, which enter between two steps like any that come back.
+The coordinator tries them again and again. One that answers passes the admission that all have passed at the start (versions,
+the run directory), while the others train; then its agent is asked for ranks, which enter between two steps like any that come back.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
-from shoal.launch.hosts.admission import choose_addresses, folder_problems, version_problems
+from shoal.launch.hosts.admission import choose_addresses, version_problems
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator
 from shoal.launch.hosts.messages import Enter, Entered
@@ -77,12 +77,9 @@ class ReturningHosts:
         if attempt is None or attempt.new is not connection:
             return False
         if isinstance(message, Entered):
-            entered = {connection.name: message}
-            problems = folder_problems(
-                str(self._run_dir), attempt.token, entered, first=connection.name, is_shared=True
-            )
-            if problems:
-                self._put_off(attempt, "\n".join(problems))
+            if message.problem or message.token != attempt.token:
+                why = message.problem or "it does not share it with this machine"
+                self._put_off(attempt, f"host {connection.name}: {self._run_dir} cannot be used: {why}")
             else:
                 attempt.token = ""
         return True

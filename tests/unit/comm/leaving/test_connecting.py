@@ -54,10 +54,12 @@ def test_a_rank_that_died_after_it_told_its_address_is_not_waited_for(dead):
     threading.Timer(0.3, told.set).start()
     started = time.monotonic()
     with interrupt_when(lambda: "there is a newer view" if told.is_set() else None):
-        with pytest.raises((PeerLost, RuntimeError), match="there is a newer view|refused"):
+        with pytest.raises((PeerLost, RuntimeError), match=r"there is a newer view|refused"):
             join_world(place(0), deadline_seconds=30, store=PrefixStore("epoch-2", store), device=torch.device("cpu"))
         assert time.monotonic() - started < 10
-        assert not dist.is_initialized() and c10d._world.group_count == 0, "the next group has the number of everybody's"
+        assert not dist.is_initialized() and c10d._world.group_count == 0, (
+            "the next group has the number of everybody's"
+        )
 
 
 def test_what_connects_for_ever_is_left_to_itself_when_there_is_a_newer_view():
