@@ -1,7 +1,7 @@
 """Hosts that come while a run goes on: those that were lost, and those that were named and were not there at its start.
 
 The coordinator tries them again and again. One that answers passes the admission that all have passed at the start (versions,
-the run directory), while the others train; then its agent is asked for ranks, which enter between two steps like any that come back.
+the run directory), while the others train; then its agent is asked for ranks, which enter between two steps.
 """
 
 import contextlib
