@@ -178,9 +178,9 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
+            takes_hosts=prepared.recipe.elastic.starts_more,
             why_shared=_why_shared(prepared),
             survives_hosts=prepared.setup.plan.ps > 0,
-            takes_hosts=prepared.recipe.elastic.starts_more,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
