@@ -219,7 +219,7 @@ class BlockList:
 
     def digest(self, block: int) -> str:
         """Of a block's file."""
-        return self.digests[block].tobytes().hex()
+        return bytes(self.digests[block]).hex()
 
     def starts(self) -> NDArray[np.int64]:
         """(blocks + 1,): the first row of each block, and the number of rows behind the last."""

@@ -151,9 +151,6 @@ def _write_part(folder: StoreFolder, rows: RowSelection, num_rows: int) -> dict[
         pieces = [
             Table.of([number_column("start", rows.starts[cut]), number_column("stop", rows.stops[cut])]) for cut in cuts
         ]
-            )
-            for at in range(0, len(rows.starts), _FILE_RANGES)
-        ]
     else:
         mask = np.zeros(num_rows, dtype=np.bool_)
         mask[rows.rows(np.arange(len(rows), dtype=np.int64))] = True
