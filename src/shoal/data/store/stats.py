@@ -4,6 +4,7 @@ They are found once, where the block is written, and merged in the order of bloc
 have the same bits whatever wrote it. Values that are missing or not finite are counted and take no part in the rest.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -44,11 +45,6 @@ class ColumnStats:
 
 
 _FIELDS = {field.name for field in fields(ColumnStats)}
-
-
-def describe_table(table: Table) -> dict[str, ColumnStats]:
-    """The statistics of each column."""
-    return {column.field.name: describe_column(column) for column in table.columns}
 
 
 def describe_column(column: Column) -> ColumnStats:
@@ -109,6 +105,11 @@ def _merge(left: ColumnStats, right: ColumnStats) -> ColumnStats:
         mean=left.mean + distance * share,
         m2=left.m2 + right.m2 + distance * distance * left.finite * share,
     )
+
+
+def describe_json(table: Table) -> str:
+    """The statistics of each column as JSON, as lists of blocks keep them; the same rows give the same text."""
+    return json.dumps({column.field.name: stats_values(describe_column(column)) for column in table.columns})
 
 
 def stats_values(stats: ColumnStats) -> dict[str, Any]:
