@@ -113,8 +113,8 @@ def describe_json(table: Table) -> str:
 
 
 def stats_values(stats: ColumnStats) -> dict[str, Any]:
-    """As JSON, without what is zero or not there."""
-    return {name: value for name, value in asdict(stats).items() if value not in (None, 0)}
+    """As JSON, without what is not there."""
+    return {name: value for name, value in asdict(stats).items() if value is not None}
 
 
 def read_stats(values: Any) -> ColumnStats:
