@@ -10,6 +10,7 @@ from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
     StdlibConfig,
+    StoreConfig,
     SyntheticConfig,
     TextConfig,
     TokensConfig,
@@ -20,6 +21,7 @@ from shoal.data.sources.arrays import ArraySource, WindowSource
 from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
 from shoal.data.sources.digits import DIGITS_SPEC, read_digits
 from shoal.data.sources.own import build_own
+from shoal.data.sources.storerows import build_store_splits
 from shoal.data.sources.synthetic import describe_synthetic, make_arrays
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
@@ -39,6 +41,8 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
         return _build_text(config)
     if isinstance(config, TokensConfig):
         return _build_tokens(config)
+    if isinstance(config, StoreConfig):
+        return build_store_splits(config)
     if isinstance(config, SyntheticConfig):
         return _build_synthetic(config, seed)
     if isinstance(config, DigitsConfig):

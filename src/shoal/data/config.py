@@ -70,6 +70,39 @@ class TokensConfig(_Loaded):
     """Tokens per sample."""
 
 
+class StoreConfig(_Loaded):
+    """A store that ``shoal data build`` made: its rows, or windows over its token ids."""
+
+    source: Literal["store"] = "store"
+    """Which data this is."""
+    path: str
+    """The store's folder or address."""
+    version: Count | None = None
+    """Which version is read; the newest when the run starts, which its own recipe then names, when left out."""
+    split: str | None = None
+    """A split that ``shoal data split`` made; the shares ``validation`` and ``test``, in the order of rows, when left out."""
+    inputs: tuple[str, ...] = ()
+    """Columns that the model takes; all of numbers but the target when left out."""
+    target: str | None = None
+    """The column that is predicted: whole numbers are classes, others a regression."""
+    targets: tuple[str, ...] = ()
+    """Several columns that are predicted together, a regression; instead of ``target``."""
+    sequence: Count | None = None
+    """Of token ids: tokens per sample."""
+    tokens: str | None = None
+    """The column of token ids; the only one of whole numbers when left out."""
+    vocab: Count | None = None
+    """Number of token ids; one more than the highest in the store when left out."""
+    load: Literal["whole", "blocks", "index"] = "index"
+    """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
+
+    @model_validator(mode="after")
+    def _say_one_target(self) -> Self:
+        if self.target is not None and self.targets:
+            raise ValueError("target and targets both say what is predicted; leave one of them out")
+        return self
+
+
 class SyntheticConfig(_Loaded):
     """Data made from the seed, for tests, proofs and measurements; each kind can be learned."""
 
@@ -136,8 +169,10 @@ class OwnDataConfig(_Loaded):
         return self
 
 
-AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
-DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")
+AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | StoreConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
+DataConfig = tagged(
+    StdlibConfig, TextConfig, TokensConfig, StoreConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source"
+)
 
 
 def load_collate(config: OwnDataConfig) -> Callable[..., Any] | None:
