@@ -15,8 +15,10 @@ from shoal.data.config import (
     TextConfig,
     TokensConfig,
 )
+from shoal.data.loading.parts import options_of
 from shoal.data.order import split_positions
 from shoal.data.source import Splits as Splits
+from shoal.data.source import Streamed
 from shoal.data.sources.arrays import ArraySource, WindowSource
 from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
 from shoal.data.sources.digits import DIGITS_SPEC, read_digits
@@ -37,6 +39,14 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
     Raises:
         RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
     """
+    found = _build(config, seed)
+    if config.order != "full" and not isinstance(found.train, Streamed):
+        train: Any = found.train
+        train.options = replace(options_of(train), order=config.order, window=config.window)
+    return found
+
+
+def _build(config: AnyDataConfig, seed: int) -> Splits:
     if isinstance(config, StdlibConfig | TextConfig):
         return _build_text(config)
     if isinstance(config, TokensConfig):

@@ -17,6 +17,11 @@ class _Loaded(Config):
     """Share of the data held out for validation."""
     test: Share = 0.05
     """Share of the data held out for the final test."""
+    order: Literal["full", "window", "time"] = "full"
+    """How an epoch is shuffled: full: all samples; window: the samples of some blocks, then of the next ones, so that each block
+    is fetched once; time: not at all, the samples as they lie."""
+    window: Count | None = None
+    """With order = "window": blocks of a window. Five for every sample of a global batch mix well."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -24,6 +29,13 @@ class _Loaded(Config):
 
     @model_validator(mode="after")
     def _leave_some_for_training(self) -> Self:
+        if (self.window is not None) != (self.order == "window"):
+            fix = (
+                "give data.window, the blocks that are mixed (five for every sample of train.global_batch)"
+                if self.window is None
+                else "leave window out"
+            )
+            raise ValueError(f"order is {self.order!r} and window is {self.window}; {fix}")
         if self.validation + self.test >= 1.0:
             raise ValueError(
                 f"validation {self.validation:g} + test {self.test:g} leave nothing for training; make their sum less than 1"
@@ -166,6 +178,9 @@ class OwnDataConfig(_Loaded):
         if self.sampler is not None and (self.pack is not None or not self.shuffle):
             other = "pack" if self.pack is not None else "shuffle = false"
             raise ValueError(f"sampler says the order of samples and does not go with {other}; leave one of them out")
+        if self.order != "full" and (self.sampler is not None or not self.shuffle):
+            other = "sampler" if self.sampler is not None else "shuffle = false"
+            raise ValueError(f"order = {self.order!r} and {other} both say the order of samples; leave one of them out")
         return self
 
 

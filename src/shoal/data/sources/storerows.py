@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.data.config import StoreConfig
+from shoal.data.options import LoaderOptions
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.sources.storefile import StoreData, open_store_data
 from shoal.data.store.selection import RowSelection
@@ -20,6 +21,9 @@ class StoreRows:
 
     def __init__(self, data: StoreData, part: RowSelection) -> None:
         self._data, self._part = data, part
+        self.options = LoaderOptions()
+        self.block_starts = self._part.blocks(data.reader.block_starts)
+        """(blocks + 1,): the first sample of each block that has some, and the number of samples."""
 
     def __len__(self) -> int:
         return len(self._part)
@@ -60,6 +64,14 @@ class StoreWindows:
         self._sequence = data.spec.sequence
         self._first = int(part.starts[0]) if len(part) else 0
         self._count = max(0, (len(part) - 1) // self._sequence)
+        self.options = LoaderOptions()
+
+    @property
+    def block_starts(self) -> NDArray[np.int64]:
+        """(blocks + 1,): the first sample that begins in each block, and the number of samples."""
+        first_ids = self._tokens.starts - self._first
+        found = np.clip(-(-first_ids // self._sequence), 0, self._count)
+        return np.unique(np.append(found, [0, self._count]))
 
     def __len__(self) -> int:
         return self._count

@@ -59,6 +59,18 @@ class RowSelection:
         found: Rows = (self.stops[number] - (self._ends[number] - places)).astype(np.int64, copy=False)
         return found
 
+    def blocks(self, starts: Rows) -> Rows:
+        """Where blocks with these first rows begin among the places of the selection, and its length behind the last."""
+        lengths = self.stops - self.starts
+        number = np.searchsorted(self.starts, starts, side="right") - 1
+        inside = np.maximum(number, 0)
+        before = (self._ends - lengths)[inside] + np.minimum(starts - self.starts[inside], lengths[inside])
+        return (
+            np.unique(np.append(np.where(number < 0, 0, before), [0, len(self)]))
+            if len(self)
+            else np.zeros(1, np.int64)
+        )
+
     def overlaps(self, other: "RowSelection") -> bool:
         """True where a row is in both."""
         starts = np.concatenate([self.starts, other.starts])
