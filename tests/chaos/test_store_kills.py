@@ -1,4 +1,4 @@
-"""An appender that dies, or whose disk fails, at any system call leaves the old version or the new one; trying again makes the new.
+"""An appender that dies, or whose disk fails, at any system call leaves the old version or the new; trying again makes the new one.
 
 strace counts calls of one kind, so a point is (call, k): the process is killed on entering the k-th such call, before it happens.
 A build that is killed again and again ends in the files of one that was not.
@@ -28,7 +28,7 @@ from support.data.tables import assert_same, make_table
 
 TESTS = Path(__file__).resolve().parents[1]
 CHANGES = ("mkdir", "openat", "write", "fsync", "link", "unlink", "rename")
-SLICE = 6
+SLICE = 3
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 OPTIONS = BuildOptions(block=BlockOptions(target_bytes=1 << 14), key="id")
 
