@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.data.batchform import BatchForm, ModelInputs, Targets
 from shoal.data.order import Position
 from shoal.data.spec import DataSpec, WatchedFile
-from shoal.data.streamreader import StreamReader
+from shoal.data.streams.streamreader import StreamReader
 
 SampleIds = Sequence[int] | NDArray[np.int64]
 

@@ -24,7 +24,7 @@ from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.core.units import parse_duration
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error

@@ -1,8 +1,9 @@
 """The user's own map-style dataset: described by its first sample, stacked by torch's rule or the user's ``collate_fn``.
 
-A dataset's item is ``(inputs, targets)``, both of any form, or one dict (``data/collate.py``). Whole-number targets of -100 count
-for nothing. What a shipped model must know and a sample cannot say is read from attributes of the dataset: ``classes`` (a number
-or the list of names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at its word.
+A dataset's item is ``(inputs, targets)``, both of any form, or one dict (``data/batches/collate.py``). Whole-number targets
+of -100 count for nothing. What a shipped model must know and a sample cannot say is read from attributes of the dataset:
+``classes`` (a number or the list of names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at
+its word.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own, load_function
+from shoal.data.batches.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
+from shoal.data.batches.packing import PackedSource
+from shoal.data.batches.padding import PadCollate
 from shoal.data.batchform import is_same_form, leaf_paths
-from shoal.data.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
 from shoal.data.config import OwnDataConfig, load_build, load_collate
 from shoal.data.options import LoaderOptions
 from shoal.data.order import permute, split_positions
-from shoal.data.packing import PackedSource
-from shoal.data.padding import PadCollate
 from shoal.data.source import Items, SampleIds, Source, Splits
 from shoal.data.sources.heldout import hold_out_first
 from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only

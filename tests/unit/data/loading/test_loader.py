@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-import shoal.data.loader as loader_module
+import shoal.data.loading.loader as loader_module
 from shoal.core.errors import RequestError, RunError
-from shoal.data.loader import Loader, StepBatch
+from shoal.data.loading.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Items, SampleIds, Source
 from shoal.data.sources.arrays import ArraySource
@@ -242,7 +242,7 @@ ORPHANS = """
 import os, sys
 import numpy as np
 from shoal.data.sources.arrays import ArraySource
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 rows = np.arange(1000)
 loader = Loader(ArraySource((rows,), rows, rows=range(1000), uniform_weight=1), global_batch=2, micro_batch=2, workers=2)
 loader.next()

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import RequestError, RunError
+from shoal.data.batches.packing import PackedSource, cumulative_lengths, pack
+from shoal.data.batches.padding import PadCollate
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
-from shoal.data.packing import PackedSource, cumulative_lengths, pack
-from shoal.data.padding import PadCollate
 from shoal.data.spec import IGNORED
-from shoal.data.steploader import StepLoader
 from shoal.models.config import GptConfig
 from shoal.models.gpt import Gpt
 from shoal.models.losses import cross_entropy

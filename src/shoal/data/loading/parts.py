@@ -10,10 +10,10 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Ids, Position, own_microbatches, replica_share
-from shoal.data.sampling import StepOrder, build_sampling
+from shoal.data.sampling.samplers import StepOrder, build_sampling
 from shoal.data.source import Items, Source, Streamed
-from shoal.data.streamreader import StreamReader
 from shoal.data.streams.shards import ShardPlace, own_place
+from shoal.data.streams.streamreader import StreamReader
 
 _SIZES_SAID = "give LoaderOptions.lengths, or an attribute lengths of the dataset"
 

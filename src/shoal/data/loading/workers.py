@@ -16,9 +16,9 @@ from torch.utils.data._utils import worker as torch_worker
 from shoal.comm.parentdeath import die_with_parent
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError, ShoalError
+from shoal.data.loading.parts import Part, StreamPlan
+from shoal.data.loading.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.order import Ids
-from shoal.data.parts import Part, StreamPlan
-from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items, Source
 
 _LOOK_SECONDS = 2.0

@@ -23,14 +23,14 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
+from shoal.data.loading.parts import Share, StreamPlan, build_order, options_of, order_parts, shard_plan
+from shoal.data.loading.workers import LoaderProcesses, WorkerOptions
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
-from shoal.data.parts import Share, StreamPlan, build_order, options_of, order_parts, shard_plan
-from shoal.data.sampling import StepOrder, draws_alone
+from shoal.data.sampling.samplers import StepOrder, draws_alone
 from shoal.data.source import Items, Source, Streamed
-from shoal.data.streamreader import StreamReader
 from shoal.data.streams.shards import ShardSteps, refuse_shards, shards_itself
-from shoal.data.workers import LoaderProcesses, WorkerOptions
+from shoal.data.streams.streamreader import StreamReader
 from shoal.telemetry.rngstate import random_states
 
 # Handing a batch from thread to thread was measured to cost a step 0.3 ms, because both want the interpreter at the same time; a

@@ -28,7 +28,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own
 from shoal.core.seeding import derive_key
 from shoal.data.order import Position
-from shoal.data.statevalues import decode_state, encode_state
+from shoal.data.streams.statevalues import decode_state, encode_state
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.telemetry.rngstate import keeping_draws, random_states, seeded
 

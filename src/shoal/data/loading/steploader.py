@@ -15,10 +15,10 @@ from typing import Any
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
-from shoal.data.loader import Loader, StepBatch
+from shoal.data.loading.loader import Loader, StepBatch
+from shoal.data.loading.parts import build_order
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
-from shoal.data.parts import build_order
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.sources.anyset import splits_of
 from shoal.data.spec import UNKNOWN_LENGTH

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.core.errors import RunError
-from shoal.data.sharedmemory import SharedBatch, SharedBatchWriter
+from shoal.data.loading.sharedmemory import SharedBatch, SharedBatchWriter
 from shoal.data.source import Items
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc elsewhere")
@@ -72,7 +72,7 @@ def test_a_batch_that_cannot_be_opened_for_another_reason_says_which() -> None:
 
 NOT_TO_BE_LOOKED_INTO = """
 import ctypes, os, torch
-from shoal.data.sharedmemory import SharedBatchWriter
+from shoal.data.loading.sharedmemory import SharedBatchWriter
 from shoal.data.source import Items
 
 if os.getuid() == 0:

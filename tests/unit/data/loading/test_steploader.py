@@ -17,11 +17,11 @@ from torch.utils.data import (
 )
 
 from shoal.core.errors import RequestError, RunError
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
-from shoal.data.sampling import draws_alone
+from shoal.data.sampling.samplers import draws_alone
 from shoal.data.source import Items
-from shoal.data.steploader import StepLoader
 
 torch.set_num_threads(1)
 SIZE = 23
