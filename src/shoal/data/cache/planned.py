@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from shoal.data.cache.policy import HIT, Access, Key
 
 _NEVER = float("inf")
+_LATE = 256
+"""A planned use that is so far behind the farthest that has happened does not happen here: another tier had the key."""
 
 
 class Planned:
@@ -22,6 +24,8 @@ class Planned:
         self.used = 0
         self._known = 0
         self._uses: dict[Key, deque[int]] = {}
+        self._order: deque[tuple[int, Key]] = deque()
+        self._farthest_done = -1
         self._now = 0
         self._state: dict[Key, tuple[float, int, int]] = {}  # next use, last use, size
         self._heap: list[tuple[float, int, Key]] = []  # farthest next use first, then longest unused
@@ -34,6 +38,7 @@ class Planned:
         for key in keys:
             uses = self._uses.setdefault(key, deque())
             uses.append(self._known)
+            self._order.append((self._known, key))
             if key in self._state and self._state[key][0] == _NEVER:
                 _, last, size = self._state[key]
                 self._note(key, self._known, last, size)
@@ -42,6 +47,7 @@ class Planned:
     def forget_plan(self) -> None:
         """What was planned does not happen: the order goes on from another position, or among other ranks."""
         self._uses.clear()
+        self._order.clear()
         for key, (_, last, size) in list(self._state.items()):
             self._note(key, _NEVER, last, size)
 
@@ -50,9 +56,11 @@ class Planned:
         self._now += 1
         uses = self._uses.get(key)
         if uses:
-            uses.popleft()
+            self._farthest_done = max(self._farthest_done, uses.popleft())
             if not uses:
                 del self._uses[key]
+            self._drop_late()
+            uses = self._uses.get(key)
         upcoming = float(uses[0]) if uses else _NEVER
         if key in self._state:
             self._note(key, upcoming, self._now, self._state[key][2])
@@ -74,6 +82,19 @@ class Planned:
     def discard(self, key: Key) -> None:
         """The key's content was lost."""
         self.used -= self._state.pop(key, (0.0, 0, 0))[2]
+
+    def _drop_late(self) -> None:
+        while self._order and self._order[0][0] < self._farthest_done - _LATE:
+            at, key = self._order.popleft()
+            uses = self._uses.get(key)
+            if not uses or uses[0] != at:
+                continue
+            uses.popleft()
+            if key in self._state:
+                _, last, size = self._state[key]
+                self._note(key, float(uses[0]) if uses else _NEVER, last, size)
+            if not uses:
+                del self._uses[key]
 
     def _farthest(self) -> Key:
         while True:

@@ -48,7 +48,7 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Plannable(Protocol):
+class Plannable(Policy, Protocol):
     """A policy that can be told what comes next."""
 
     def plan(self, keys: Sequence[Key]) -> None:

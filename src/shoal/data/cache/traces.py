@@ -1,9 +1,9 @@
 """Access traces as training makes them, on which policies are compared. Each is a pure function of its seed.
 
-``scan`` reads everything in the same order in every pass; ``shuffle`` in another one; ``zipf`` asks for skewed keys,
-``zipf+scan`` has a scan pass after each such pass, and ``append`` asks for what has arrived lately while more arrives. ``sample shuffle`` and
-``window shuffle`` are blocks of rows, in the order in which a full shuffle of the rows needs them and in that of a shuffle inside
-windows of blocks.
+``scan`` reads everything in the same order in every pass; ``shuffle`` in another one; ``zipf`` asks for skewed keys, and
+``zipf+scan`` has a scan pass after each such pass; ``append`` asks for what has arrived lately while more arrives. ``sample
+shuffle`` and ``window shuffle`` are blocks of rows, in the order in which a full shuffle of the rows needs them and in that of a
+shuffle inside windows of blocks.
 """
 
 from collections.abc import Callable
