@@ -38,7 +38,7 @@ class Journal:
         if newest != self._generation:
             before = set(self.sizes)
             self._generation, self._at = newest, 0
-            self._policy, self.sizes, self._pending = self._build(), {}, set()
+            self._policy, self.sizes = self._build(), {}
             self._replay()
             self._pending |= before - self.sizes.keys()
         else:
