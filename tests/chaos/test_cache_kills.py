@@ -46,6 +46,8 @@ def test_a_block_is_fetched_once_however_many_ranks_ask(web: Web, tmp_path: Path
 def _kill_ranks(web: Web, folder: Path, kills: int, seed: int) -> None:
     """Readers without end, of which one after the other is killed at a random moment."""
     choose = random.Random(seed)
+    # Slow answers, so that whoever is killed is most often in the middle of a fetch.
+    web.fail(*["slow"] * 100_000)
     readers = {}
     killed: Counter[str] = Counter()
 
@@ -70,6 +72,7 @@ def _kill_ranks(web: Web, folder: Path, kills: int, seed: int) -> None:
         process.kill()
         process.join(10)
     assert killed["ranks"] == kills
+    web.faults.clear()
     # Who comes next finds no lock that is held, no wrong block, and no more on the disk than its limit.
     last = folder / "last"
     reader = start_reader(web.address, folder / "cache", last, [*range(NUM_BLOCKS)] * 2)
