@@ -99,8 +99,12 @@ class Persistence:
             replica=self.replica,
             seed=self.seed,
             each_step=each_step,
-            report=self.reporter.event,
+            report=self._report_receipt,
         )
+
+    def _report_receipt(self, event: Event) -> None:
+        self.reporter.event(event)
+        self.reporter.flush()  # There is one in an epoch, and a rank that is killed next must not take it along.
 
     def _report(self, event: Event) -> None:
         self.reporter.event(event)
