@@ -150,8 +150,8 @@ def _describe(reader: StoreReader, inputs: Sequence[str], targets: Sequence[str]
     for name in (*inputs, *targets):
         if stats[name].missing:
             raise RequestError(
-                f"column {name!r} has no value in {stats[name].missing} of {len(reader)} rows, and a model takes numbers; fill them "
-                "before the store is built, or leave the column out"
+                f"column {name!r} has no value in {stats[name].missing} of {len(reader)} rows, and a model takes numbers; fill "
+                "them before the store is built, or leave the column out"
             )
     shapes = [reader.schema[name].shape for name in inputs]
     features = shapes[0] or (1,)

@@ -50,7 +50,8 @@ class RowSelection:
         """The rows at these places of the selection."""
         places = np.asarray(places, dtype=np.int64)
         if len(self.starts) == 1:
-            return places + self.starts[0]
+            shifted: Rows = places + self.starts[0]
+            return shifted
         if self._rows is not None:
             chosen: Rows = self._rows[places]
             return chosen

@@ -36,7 +36,7 @@ def choose_tokens(schema: Schema, name: str | None) -> str:
     if name is not None:
         schema[name]
         raise RequestError(
-            f"data.tokens: column {name!r} is not whole numbers, one or a list in a row; {did_you_mean(name, found)}"
+            f"data.tokens: column {name!r} is not whole numbers, one or a list a row; {did_you_mean(name, found)}"
         )
     if len(found) != 1:
         said = f"the columns {', '.join(found)} all could be" if found else f"none of {', '.join(schema.names)} is"
@@ -63,7 +63,7 @@ class TokenSequence:
         missing = sum(one.missing for one in stats)
         if missing:
             raise RequestError(
-                f"column {column!r} has {missing} rows without a value, and token ids are all there; leave them out"
+                f"column {column!r} has {missing} rows without a value, and token ids have none such; leave them out"
             )
         counts = (
             np.array([one.elements for one in stats], dtype=np.int64)

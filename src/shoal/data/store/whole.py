@@ -13,6 +13,7 @@ from shoal.data.store.index import PartIndex, run_schema, sortable_keys
 from shoal.data.store.manifest import FileRef, Manifest
 from shoal.data.store.reader import read_blocks
 from shoal.data.store.splits import list_splits, read_split
+from shoal.data.store.stats import describe_json
 from shoal.data.table import Column
 
 _AT_ONCE = 1 << 20
@@ -79,6 +80,10 @@ def _verify_blocks(folder: StoreFolder, manifest: Manifest, on_block: Callable[[
             table = read_block(folder.read(BLOCKS, ref), manifest.schema, file=name)
             if len(table) != ref.num_rows:
                 raise BrokenFile(name, f"it has {len(table)} rows, and the manifest says {ref.num_rows}")
+            if blocks.stats.value(number) != describe_json(table):
+                problems.append(
+                    Problem(file=name, problem="the statistics in the list of blocks are not those of its rows")
+                )
             if manifest.key is not None:
                 key = table[manifest.key].take(np.arange(len(table), dtype=np.int64))
         except BrokenFile as error:

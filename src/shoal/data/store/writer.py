@@ -159,6 +159,18 @@ def append_store(
     raise RunError(f"{folder.address}: {MAX_ATTEMPTS} versions were made by others, and none by this append; try again")
 
 
+def append_units(
+    units: Sequence[Unit], address: str, *, block: BlockOptions | None = None, offsets: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Add the rows of units to a store as one new version.
+
+    Raises:
+        RequestError: as for ``append_store``.
+        RunError: as for ``append_store``.
+    """
+    return append_store((table for unit in units for table in unit.open()), address, block=block, offsets=offsets)
+
+
 def _is_taken_in(
     newest: Manifest, offsets: Mapping[str, Any] | None, after: Mapping[str, Any] | None, folder: StoreFolder
 ) -> bool:
