@@ -205,6 +205,23 @@ class MemoryMeasured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpochReceipt(Event):
+    """An epoch is over: whether the run trained on every sample once."""
+
+    kind: ClassVar[str] = "epoch_receipt"
+    epoch: int
+    rows: int
+    """Samples that were trained on."""
+    ok: bool | None
+    """None where nobody can say; ``reason`` says why."""
+    sum: str = ""
+    """Of the hashes of their numbers, modulo 2^128, in hexadecimal digits."""
+    expected_rows: int | None = None
+    expected: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonFinite(Event):
     """A loss or gradient was NaN or infinite."""
 
