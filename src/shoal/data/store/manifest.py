@@ -171,7 +171,9 @@ def _read_part(values: Any) -> PartRef:
         index=None if values["index"] is None else _read_ref(values["index"]),
     )
     if sum(ref.num_rows for ref in blocks) != part.num_blocks:
-        raise ValueError(f"a part says {part.num_blocks} blocks and its lists have {sum(ref.num_rows for ref in blocks)}")
+        raise ValueError(
+            f"a part says {part.num_blocks} blocks and its lists have {sum(ref.num_rows for ref in blocks)}"
+        )
     return part
 
 
