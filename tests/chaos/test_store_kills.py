@@ -20,8 +20,8 @@ import pytest
 from shoal.data.store.blockwriter import BlockOptions
 from shoal.data.store.folder import open_folder
 from shoal.data.store.reader import open_store
-from shoal.data.store.unreferenced import delete_unreferenced
-from shoal.data.store.whole import verify_store
+from shoal.data.store.checks.unreferenced import delete_unreferenced
+from shoal.data.store.checks.whole import verify_store
 from shoal.data.store.writer import BuildOptions, build_store
 from shoal.data.table import concat_tables
 from support.data.tables import assert_same, make_table
@@ -146,7 +146,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from shoal.data.store.blockwriter import BlockOptions
-from shoal.data.store.units import Unit
+from shoal.data.store.building.units import Unit
 from shoal.data.store.writer import BuildOptions, build_store
 from shoal.data.table import concat_tables
 from support.data.tables import make_table

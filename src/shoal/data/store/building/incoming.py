@@ -10,8 +10,8 @@ from shoal.core.errors import RequestError
 from shoal.data.formats.files import DataFile
 from shoal.data.formats.opening import Opened, open_data
 from shoal.data.formats.options import ReadOptions
-from shoal.data.store.tokenfiles import token_units
-from shoal.data.store.units import Unit
+from shoal.data.store.building.tokenfiles import token_units
+from shoal.data.store.building.units import Unit
 from shoal.data.table import Schema, Table
 
 UNIT_BYTES = 1 << 26
