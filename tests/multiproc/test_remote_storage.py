@@ -85,9 +85,10 @@ def test_hdfs(cluster: Hdfs, kind: str) -> None:
 
 def test_a_byte_that_was_flipped_on_the_data_node_is_refused(cluster: Hdfs) -> None:
     storage, _ = open_storage(f"{cluster.native}/x", SETTINGS)
-    storage.create("flip/a.bin", CONTENT)
-    before = {file for file in cluster.data.rglob("blk_*") if file.suffix != ".meta"}
-    block = next(file for file in before if file.stat().st_size == len(CONTENT))
+    # Of a length that no other test's files have: blocks of deleted ones lie about for a while.
+    storage.create("flip/a.bin", CONTENT[:-77])
+    blocks = [file for file in cluster.data.rglob("blk_*") if file.stat().st_size == len(CONTENT) - 77]
+    (block,) = blocks
     data = bytearray(block.read_bytes())
     data[1_200_000] ^= 4
     block.write_bytes(data)

@@ -125,16 +125,22 @@ def _ask(host: str, port: int, database: str, table: str, timeout: float) -> Hiv
         parts = client.get_partitions(database, table, -1) if keys else []
     finally:
         transport.close()
-    partitions = [HivePartition(values=tuple(part.values), location=part.sd.location) for part in parts]
+    partitions = [HivePartition(values=tuple(part.values), location=_address(part.sd.location)) for part in parts]
     serde = held.sd.serdeInfo
     return HiveTable(
-        location=held.sd.location,
+        location=_address(held.sd.location),
         columns=tuple(HiveColumn(name=each.name, kind=each.type) for each in held.sd.cols),
         partition_columns=tuple(HiveColumn(name=each.name, kind=each.type) for each in keys),
         partitions=tuple(sorted(partitions, key=lambda part: part.values)),
         format=_format(held.sd.inputFormat or "", serde.serializationLib or ""),
         delimiter=(serde.parameters or {}).get("field.delim"),
     )
+
+
+def _address(location: str) -> str:
+    """Java writes ``file:/folder`` for what everybody else writes with three slashes."""
+    scheme, colon, path = location.partition(":/")
+    return f"{scheme}:///{path}" if colon and not path.startswith("/") else location
 
 
 def _format(input_format: str, serde: str) -> str:
