@@ -1,6 +1,6 @@
-"""The data room: what caches hit.
+"""The data room: what caches hit, and what reading a store costs.
 
-python benchmarks/data/main.py [--only caches]
+python benchmarks/data/main.py [--only caches|stores]
 """
 
 import argparse
@@ -10,8 +10,9 @@ from datetime import date
 from pathlib import Path
 
 from caches import measure_caches
+from stores import measure_stores
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches}
+PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches, "stores": measure_stores}
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ MAX_MAPPED = 8192
 FETCHED_BYTES = 256 * 2**20
 """Of blocks that are kept unpacked in memory."""
 
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""A block is read through for its digest as soon as it is mapped: to take its pages one by one would cost more than to map it."""
+
 Fetch = Callable[[str, int, str], memoryview]
 """Path in the storage, length and digest of a block -> its bytes, from whatever cache there is."""
 
@@ -114,7 +117,7 @@ class Blocks:
         assert path is not None
         try:
             with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ)
         except FileNotFoundError:
             raise BrokenFile(name, "it is gone; the manifest names it") from None
         except (ValueError, OSError) as error:

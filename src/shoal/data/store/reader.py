@@ -4,9 +4,9 @@ One reader has three plans: everything in memory from the start, blocks in turn,
 is kept and in what the system is told to read ahead, never in what is returned.
 """
 
-import itertools
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -95,6 +95,7 @@ class StoreReader:
         self.block_list = read_blocks(folder, manifest)
         self.block_starts: Rows = self.block_list.starts()
         """(blocks + 1,): the first row of each block, and the number of rows behind the last."""
+        self._starts: list[int] = self.block_starts.tolist()
         names = manifest.schema.names if columns is None else tuple(columns)
         self._places = tuple(manifest.schema.names.index(manifest.schema[name].name) for name in names)
         self._schema = Schema(fields=tuple(manifest.schema.fields[place] for place in self._places))
@@ -138,28 +139,36 @@ class StoreReader:
             BrokenFile: a block is gone, torn or altered; names its file.
         """
         rows = np.asarray(rows, dtype=np.int64)
+        if self._whole is not None or not rows.size:
+            self._check(rows)
+            return (self._whole or self._narrow(self.blocks.table(0))).take(rows)
+        # Rows of one block are what reading in order asks for: one comparison finds that out. Negative is very large here.
+        number = bisect_right(self._starts, rows[0]) - 1
+        if 0 <= number < len(self._starts) - 1:
+            local = rows - self._starts[number]
+            if np.maximum.reduce(local.view(np.uint64)) < self._starts[number + 1] - self._starts[number]:
+                return self._narrow(self.blocks.table(number)).take(local)
+        self._check(rows)
+        numbers = self.block_starts.searchsorted(rows, side="right") - 1
+        local = rows - self.block_starts[numbers]
+        by_row = numbers.tolist()
+        tables = {number: self.blocks.table(number) for number in dict.fromkeys(by_row)}
+        chosen = [[table.columns[place] for table in tables.values()] for place in self._places]
+        if 2 * len(tables) > len(rows) and all(_is_plain(parts) for parts in chosen):
+            places = local.tolist()
+            return Table(
+                columns=tuple(_gather_each(tables, place, by_row, places) for place in self._places), num_rows=len(rows)
+            )
+        groups = [np.flatnonzero(numbers == number) for number in tables]
+        columns = tuple(_gather(parts, groups, local, len(rows)) for parts in chosen)
+        return Table(columns=columns, num_rows=len(rows))
+
+    def _check(self, rows: Rows) -> None:
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise RequestError(
                 f"rows {int(rows.min())} to {int(rows.max())} are asked for, and version {self.version} of {self.folder.address} "
                 f"has {len(self)}"
             )
-        if self._whole is not None:
-            return self._whole.take(rows)
-        if not rows.size:
-            return self._narrow(self.blocks.table(0)).take(rows)
-        numbers = np.searchsorted(self.block_starts, rows, side="right") - 1
-        local = rows - self.block_starts[numbers]
-        order = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        if not cuts.size:
-            return self._narrow(self.blocks.table(int(numbers[0]))).take(local)
-        bounds = [0, *cuts.tolist(), len(rows)]
-        tables = [self.blocks.table(int(numbers[order[start]])) for start in bounds[:-1]]
-        groups = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
-        columns = tuple(
-            _gather([table.columns[place] for table in tables], groups, local, len(rows)) for place in self._places
-        )
-        return Table(columns=columns, num_rows=len(rows))
 
     def find(self, keys: Sequence[Any]) -> Rows:
         """The first row of each key, -1 where there is none. Of the index only what the keys need is read.
@@ -223,6 +232,21 @@ class StoreReader:
         if len(self._places) == len(table.columns):
             return table
         return Table(columns=tuple(table.columns[place] for place in self._places), num_rows=len(table))
+
+
+def _is_plain(parts: Sequence[Column]) -> bool:
+    """True for values of one shape of which none is missing."""
+    return all(part.offsets is None and part.valid is None for part in parts)
+
+
+def _gather_each(tables: Mapping[int, Table], place: int, numbers: Sequence[int], local: Sequence[int]) -> Column:
+    """Rows of one column of which nearly each lies in another block: to sort them by blocks would cost more than it saves."""
+    arrays = {number: table.columns[place].values for number, table in tables.items()}
+    field = next(iter(tables.values())).columns[place].field
+    values = np.empty((len(numbers), *field.shape), dtype=field.dtype)
+    for row, (number, at) in enumerate(zip(numbers, local, strict=True)):
+        values[row] = arrays[number][at]
+    return Column(field=field, values=values)
 
 
 def _gather(parts: Sequence[Column], groups: Sequence[Rows], local: Rows, num_rows: int) -> Column:
