@@ -6,7 +6,7 @@ is kept and in what the system is told to read ahead, never in what is returned.
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +107,8 @@ class StoreReader:
             fetch=fetch,
             fetched_bytes=fetched_bytes,
         )
+        self._arrays: dict[int, dict[int, NDArray[Any]]] = {place: {} for place in self._places}
+        self._is_flat = self.blocks.keeps_all and not any(field.is_ragged for field in self._schema.fields)
         self._indexes: list[PartIndex | None] | None = None
         self._whole: Table | None = None
         if load == "whole":
@@ -147,21 +149,57 @@ class StoreReader:
         if 0 <= number < len(self._starts) - 1:
             local = rows - self._starts[number]
             if np.maximum.reduce(local.view(np.uint64)) < self._starts[number + 1] - self._starts[number]:
-                return self._narrow(self.blocks.table(number)).take(local)
+                return self._take(self._narrow(self.blocks.table(number)), local)
         self._check(rows)
         numbers = self.block_starts.searchsorted(rows, side="right") - 1
         local = rows - self.block_starts[numbers]
         by_row = numbers.tolist()
+        if self._is_flat and 2 * len(set(by_row)) > len(rows):
+            found = self._read_each(by_row, local.tolist())
+            if found is not None:
+                return found
         tables = {number: self.blocks.table(number) for number in dict.fromkeys(by_row)}
         chosen = [[table.columns[place] for table in tables.values()] for place in self._places]
-        if 2 * len(tables) > len(rows) and all(_is_plain(parts) for parts in chosen):
-            places = local.tolist()
-            return Table(
-                columns=tuple(_gather_each(tables, place, by_row, places) for place in self._places), num_rows=len(rows)
-            )
         groups = [np.flatnonzero(numbers == number) for number in tables]
         columns = tuple(_gather(parts, groups, local, len(rows)) for parts in chosen)
         return Table(columns=columns, num_rows=len(rows))
+
+    def _take(self, table: Table, local: Rows) -> Table:
+        """Rows of one block; those that lie side by side are copied in one piece."""
+        first = int(local[0])
+        if not self._is_flat or int(local[-1]) - first != len(local) - 1 or bool((local[1:] <= local[:-1]).any()):
+            return table.take(local)
+        stop = first + len(local)
+        columns = tuple(
+            Column(
+                field=column.field,
+                values=column.values[first:stop].copy(),
+                valid=None if column.valid is None else column.valid[first:stop].copy(),
+            )
+            for column in table.columns
+        )
+        return Table(columns=columns, num_rows=len(local))
+
+    def _read_each(self, numbers: Sequence[int], local: Sequence[int]) -> Table | None:
+        """Rows of which nearly each lies in another block: to sort them by blocks would cost more than it saves.
+
+        None where values are missing, or where a block that was opened may be closed again.
+        """
+        columns = []
+        for field, place in zip(self._schema.fields, self._places, strict=True):
+            arrays = self._arrays[place]
+            for number in set(numbers).difference(arrays):
+                column = self.blocks.table(number).columns[place]
+                self._is_flat = self._is_flat and self.blocks.keeps_all and column.valid is None
+                arrays[number] = column.values
+            if not self._is_flat:
+                self._arrays.clear()
+                return None
+            values = np.empty((len(numbers), *field.shape), dtype=field.dtype)
+            for row, number in enumerate(numbers):
+                values[row] = arrays[number][local[row]]
+            columns.append(Column(field=field, values=values))
+        return Table(columns=tuple(columns), num_rows=len(numbers))
 
     def _check(self, rows: Rows) -> None:
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
@@ -232,21 +270,6 @@ class StoreReader:
         if len(self._places) == len(table.columns):
             return table
         return Table(columns=tuple(table.columns[place] for place in self._places), num_rows=len(table))
-
-
-def _is_plain(parts: Sequence[Column]) -> bool:
-    """True for values of one shape of which none is missing."""
-    return all(part.offsets is None and part.valid is None for part in parts)
-
-
-def _gather_each(tables: Mapping[int, Table], place: int, numbers: Sequence[int], local: Sequence[int]) -> Column:
-    """Rows of one column of which nearly each lies in another block: to sort them by blocks would cost more than it saves."""
-    arrays = {number: table.columns[place].values for number, table in tables.items()}
-    field = next(iter(tables.values())).columns[place].field
-    values = np.empty((len(numbers), *field.shape), dtype=field.dtype)
-    for row, (number, at) in enumerate(zip(numbers, local, strict=True)):
-        values[row] = arrays[number][at]
-    return Column(field=field, values=values)
 
 
 def _gather(parts: Sequence[Column], groups: Sequence[Rows], local: Rows, num_rows: int) -> Column:
