@@ -30,7 +30,7 @@ from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
 from shoal.engine.batches.loading import RoundBatches
 from shoal.engine.batches.schedule import batch_at
-from shoal.engine.callbacks.build import early_stopping
+from shoal.engine.callbacks.build import cache_reports, early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
@@ -132,7 +132,9 @@ class Trainer:
                 self.reporter.warn(warning)
             self.adapt, self.growth = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
-            self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
+            self.engine = self._lay_out(
+                model, loss, hooks + cache_reports(data.train, self.reporter), rank_status, stop
+            )
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
