@@ -201,6 +201,20 @@ class EpochReceipt(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataGrew(Event):
+    """The run took up a newer version of its data."""
+
+    kind: ClassVar[str] = "data_grew"
+    epoch: int
+    """The first that reads it."""
+    version: int
+    samples: int
+    """Of the training split."""
+    added: int
+    """Since the version before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonFinite(Event):
     """A loss or gradient was NaN or infinite."""
 

@@ -112,6 +112,9 @@ class ReceiptCounter:
 
     def take_up(self, state: ReceiptState | None, position: Position) -> str | None:
         """Go on at a position; what to tell the user of it, if anything."""
+        if not self._why and len(self._source) != self._samples:
+            self._samples, self._expected = len(self._source), None
+            self._order = self._describe()
         self.state = taken_up(state, epoch=position.epoch, offset=position.offset, order=self._order)
         self._own, self._pending, self._num_pending, self._ahead = Counted(), [], 0, None
         self._offset = position.offset

@@ -26,7 +26,10 @@ def test_text_and_tokens(tmp_path):
 
 def test_a_saved_hugging_face_dataset(tmp_path):
     table = pa.table({"text": ["a", None], "image": pa.array([{"bytes": b"\x01", "path": "p"}] * 2)})
-    with pa.OSFile(str(tmp_path / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+    with (
+        pa.OSFile(str(tmp_path / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
         out.write_table(table)
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "dataset_info.json").write_text("{}")
@@ -66,7 +69,11 @@ def test_columns_and_types(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [((), "there is no such file"), (("a.xyz",), "says no format"), (("a.csv", "b.parquet"), "is csv and .* is parquet")],
+    [
+        ((), "there is no such file"),
+        (("a.xyz",), "says no format"),
+        (("a.csv", "b.parquet"), "is csv and .* is parquet"),
+    ],
 )
 def test_what_cannot_be_guessed(tmp_path, names, said):
     for name in names:
