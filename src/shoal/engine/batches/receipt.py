@@ -91,7 +91,7 @@ class ReceiptCounter:
         self._source, self._world, self._replica, self._seed = source, world, replica, seed
         self._options = options or options_of(source)
         self._each_step = each_step
-        self._report = report
+        self.report = report
         self._why = why_no_receipt(source, self._options)
         self._samples = 0 if self._why else len(source)
         self._order = "" if self._why else self._describe()
@@ -122,6 +122,11 @@ class ReceiptCounter:
             return None
         return f"epoch {position.epoch} will have no receipt: {self.state.reason}"
 
+    def give_up(self, reason: str) -> None:
+        """This epoch cannot be proved any more. All ranks do it together."""
+        if not self._why and not self.state.reason:
+            self.state = replace(self.state, reason=reason)
+
     def before_step(self, batch: StepBatch) -> None:
         """Announce the batch of the next step. All ranks call it together; they count together where an epoch ends with it."""
         if self._why:
@@ -141,7 +146,7 @@ class ReceiptCounter:
         is_end = batch.position.epoch != batch.epoch
         if self._why:
             if is_end and self._world.is_first:
-                self._report(EpochReceipt(epoch=batch.epoch, rows=0, ok=None, reason=self._why))
+                self.report(EpochReceipt(epoch=batch.epoch, rows=0, ok=None, reason=self._why))
             return None
         self._offset = 0 if is_end else batch.position.offset
         ahead, self._ahead = self._ahead, None
@@ -154,7 +159,7 @@ class ReceiptCounter:
             return self.state
         self.state, self._own, self._pending, self._num_pending = ahead.state, Counted(), [], 0
         if ahead.event is not None and self._world.is_first:
-            self._report(ahead.event)
+            self.report(ahead.event)
         if ahead.failure is not None:
             raise ahead.failure
         return self.state
