@@ -197,6 +197,8 @@ class EpochReceipt(Event):
     """Of the hashes of their numbers, modulo 2^128, in hexadecimal digits."""
     expected_rows: int | None = None
     expected: str = ""
+    replayed: int = 0
+    """Samples of the past that came again, besides each sample once (``data.replay``); ``rows`` has them too."""
     reason: str = ""
 
 

@@ -37,6 +37,13 @@ class Sampling(Protocol):
         """The ids of the samples at these positions of an epoch."""
 
 
+class OnceEach(Sampling, Protocol):
+    """An order that has every sample once in an epoch, and is known at any position by itself."""
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at any positions of an epoch, in any order."""
+
+
 class Shuffled:
     """Another order in each epoch, worked out many positions at a time: for a few ids numpy costs as much as for thousands."""
 
@@ -61,6 +68,10 @@ class Shuffled:
             self._ids = permute(self._seed, epoch, self._num_samples, positions)
         return self._ids[taken.start - self._start : taken.stop - self._start]
 
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return permute(self._seed, epoch, self._num_samples, positions)
+
 
 @dataclass(frozen=True)
 class Sequential:
@@ -75,6 +86,10 @@ class Sequential:
     def ids(self, epoch: int, taken: slice) -> Ids:
         """See ``Sampling``."""
         return np.arange(taken.start, taken.stop, dtype=np.int64)
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return positions
 
 
 class Weighted:

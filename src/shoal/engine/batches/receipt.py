@@ -29,11 +29,13 @@ from shoal.data.receipt import (
     share_of_range,
     taken_up,
 )
-from shoal.data.sampling.samplers import Sampled, Weighted
+from shoal.data.sampling.replay import Replayed
+from shoal.data.sampling.samplers import Sampled, Sampling, Weighted
 from shoal.data.source import Source, Streamed
 
 _FOLD_AT = 4096
 """Ids that are kept before they are hashed: a few ids cost numpy as much as thousands."""
+_REPLAYED_AT_ONCE = 1 << 16
 _WORD = (1 << 31) - 1
 _NUM_WORDS = 5
 
@@ -108,7 +110,8 @@ class ReceiptCounter:
         chosen = self._options
         kind = "as they lie" if chosen.shuffle is False else chosen.order
         window = "" if chosen.window is None else f" of {chosen.window} blocks"
-        return f"{self._samples} samples, seed {self._seed}, order {kind}{window}"
+        replay = f", replay {chosen.replay:g} of the last {chosen.replay_last or 'all'}" if chosen.replay else ""
+        return f"{self._samples} samples, seed {self._seed}, order {kind}{window}{replay}"
 
     def take_up(self, state: ReceiptState | None, position: Position) -> str | None:
         """Go on at a position; what to tell the user of it, if anything."""
@@ -194,14 +197,21 @@ class ReceiptCounter:
         if agreed.reason:
             event = EpochReceipt(**counted, ok=None, reason=agreed.reason)
             return _Ahead(state=agreed.next_epoch(is_proved=False), event=event)
-        expected = self._whole() - self._left_out(agreed.epoch, self._offset + batch.num_samples)
+        replayed = self._replayed(agreed.epoch)
+        expected = self._whole() + replayed - self._left_out(agreed.epoch, self._offset + batch.num_samples)
         found = agreed.counted == expected
         failure = None
         try:
             refuse_difference(agreed.epoch, agreed.counted, expected)
         except RunError as error:
             failure = error
-        event = EpochReceipt(**counted, ok=found, expected_rows=expected.rows, expected=f"{expected.total:032x}")
+        event = EpochReceipt(
+            **counted,
+            ok=found,
+            expected_rows=expected.rows,
+            expected=f"{expected.total:032x}",
+            replayed=replayed.rows,
+        )
         return _Ahead(state=agreed.next_epoch(is_proved=found), event=event, failure=failure)
 
     def _whole(self) -> Counted:
@@ -217,10 +227,23 @@ class ReceiptCounter:
 
     def _left_out(self, epoch: int, stop: int) -> Counted:
         """What ``drop_last`` leaves out at the end of an epoch."""
-        if not self._options.drop_last or stop >= self._samples:
+        sampling = self._sampling()
+        count = sampling.count(epoch)
+        if not self._options.drop_last or stop >= count:
             return Counted()
-        order = build_order(self._source, global_batch=1, seed=self._seed, options=self._options)
-        return Counted.of(order.sampling.ids(epoch, slice(stop, self._samples)))
+        return Counted.of(sampling.ids(epoch, slice(stop, count)))
+
+    def _replayed(self, epoch: int) -> Counted:
+        """Samples of the past that come again in an epoch, besides each sample once."""
+        sampling, found = self._sampling(), Counted()
+        if isinstance(sampling, Replayed):
+            count = sampling.count(epoch)
+            for start in range(0, count, _REPLAYED_AT_ONCE):
+                found += Counted.of(sampling.replayed_ids(epoch, slice(start, min(start + _REPLAYED_AT_ONCE, count))))
+        return found
+
+    def _sampling(self) -> Sampling:
+        return build_order(self._source, global_batch=1, seed=self._seed, options=self._options).sampling
 
 
 def _ids_of(batch: StepBatch) -> NDArray[np.int64]:
