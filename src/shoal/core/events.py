@@ -217,6 +217,21 @@ class DataGrew(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReaderSlow(Event):
+    """One rank's loading takes much longer than that of the others, which wait for it."""
+
+    kind: ClassVar[str] = "reader_slow"
+    slow_rank: int
+    load_seconds: float
+    """That its loading took since all ranks counted together last."""
+    usual_seconds: float
+    """The other ranks', in the middle."""
+    steps: int
+    source: str
+    """What is read: an address, or the kind of source."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonFinite(Event):
     """A loss or gradient was NaN or infinite."""
 

@@ -23,7 +23,8 @@ class _Loaded(Config):
     window: Count | None = None
     """With order = "window": blocks of a window. Five for every sample of a global batch mix well."""
     replay: Share = 0.0
-    """Share of an epoch's samples that were met before and come again, evenly between the others; then train.steps says the length."""
+    """Share of an epoch's samples that were met before and come again, evenly between the others; then train.steps
+    says the length."""
     replay_last: Count | None = None
     """With replay: draw from so many samples before; from all that were met when left out."""
     prefetch: Annotated[int, Field(ge=0)] = 2

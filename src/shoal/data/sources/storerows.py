@@ -24,11 +24,18 @@ class StoreRows:
         self.options = LoaderOptions()
         self._first_data, self._first_part = data, part
         self.follows = data.follows
+        self.waits_for_storage = data.reader.folder.local_path() is None
+        """Batches are waited for rather than computed: several threads load them side by side."""
 
     @property
     def block_starts(self) -> NDArray[np.int64]:
         """(blocks + 1,): the first sample of each block that has some, and the number of samples."""
         return self._part.blocks(self._data.reader.block_starts)
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return self._data.reader.folder.address
 
     @property
     def row_hashes(self) -> int | None:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from shoal.comm.world import World
 from shoal.core.errors import RunError
-from shoal.core.events import EpochReceipt, Event
+from shoal.core.events import EpochReceipt, Event, ReaderSlow
 from shoal.data.loading.loader import StepBatch
 from shoal.data.loading.parts import build_order, options_of
+from shoal.data.loading.slowness import SlowReader, find_slow_reader
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
 from shoal.data.receipt import (
@@ -35,6 +36,8 @@ from shoal.data.source import Source, Streamed
 
 _FOLD_AT = 4096
 """Ids that are kept before they are hashed: a few ids cost numpy as much as thousands."""
+_STEPS_OF_LOADING = 5
+"""Fewer say nothing of how quick a rank reads."""
 _REPLAYED_AT_ONCE = 1 << 16
 _WORD = (1 << 31) - 1
 _NUM_WORDS = 5
@@ -103,6 +106,7 @@ class ReceiptCounter:
         self._pending: list[NDArray[np.int64]] = []
         self._num_pending = 0
         self._offset = 0
+        self._load_seconds, self._num_steps = 0.0, 0
         self._ahead: _Ahead | None = None
         self._expected: Counted | None = None
 
@@ -147,6 +151,7 @@ class ReceiptCounter:
             RunError: the epoch that it ended was not every sample once. All ranks raise together.
         """
         is_end = batch.position.epoch != batch.epoch
+        self._load_seconds, self._num_steps = self._load_seconds + batch.load_seconds, self._num_steps + 1
         if self._why:
             if is_end and self._world.is_first:
                 self.report(EpochReceipt(epoch=batch.epoch, rows=0, ok=None, reason=self._why))
@@ -184,12 +189,24 @@ class ReceiptCounter:
         """The state with what all ranks have counted since the last time, and ``more`` on this one."""
         self._fold()
         mine = self._own + more
-        told = self._world.all_gather(_as_tensor([self._replica, mine.rows], mine.total).to(self._world.device))
-        parts = []
-        for rank, one in enumerate(told):
-            (replica, rows), total = _from_tensor(one, 2)
+        own = _as_tensor([self._replica, mine.rows, round(self._load_seconds * 1e6)], mine.total)
+        parts, seconds = [], []
+        for rank, one in enumerate(self._world.all_gather(own.to(self._world.device))):
+            (replica, rows, micros), total = _from_tensor(one, 3)
             parts.append(RankCount(rank=rank, replica=replica, counted=Counted(rows=rows, total=total)))
+            seconds.append(micros / 1e6)
+        if self._num_steps >= _STEPS_OF_LOADING:
+            self._tell_slow(find_slow_reader(seconds, self._num_steps))
         return self.state.plus(add_replicas(parts))
+
+    def _tell_slow(self, slow: SlowReader | None) -> None:
+        if slow is not None and self._world.is_first:
+            source = str(getattr(self._source, "address", type(self._source).__name__))
+            steps, seconds, usual = self._num_steps, slow.seconds, slow.usual
+            self.report(
+                ReaderSlow(slow_rank=slow.rank, load_seconds=seconds, usual_seconds=usual, steps=steps, source=source)
+            )
+        self._load_seconds, self._num_steps = 0.0, 0
 
     def _settle(self, agreed: ReceiptState, batch: StepBatch) -> _Ahead:
         """The end of an epoch."""

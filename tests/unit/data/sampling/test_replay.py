@@ -30,7 +30,7 @@ def test_new_samples_come_once_in_their_order_and_the_rest_is_of_the_past(fresh,
         met = ids[:place][~is_replayed[:place]].tolist()
         if last is not None:
             met = met[-last:]
-        assert epoch and last is None or ids[place] in met, f"position {place}"
+        assert (epoch and last is None) or ids[place] in met, f"position {place}"
     for start in range(0, count - 5, 13):
         assert order.ids(epoch, slice(start, start + 5)).tolist() == ids[start : start + 5].tolist()
 
