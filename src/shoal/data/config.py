@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
+from shoal.data.tiers.config import CacheConfig
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -114,6 +115,8 @@ class StoreConfig(_Loaded):
     """Number of token ids; one more than the highest in the store when left out."""
     follow: bool = False
     """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
+    cache: CacheConfig = CacheConfig()
+    """What is kept near of a store that is not on this machine."""
     load: Literal["whole", "blocks", "index"] = "index"
     """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
 

@@ -26,7 +26,7 @@ def bench(
     """Read STORE in order and at random, in processor time per row, and as much out of a bare memory map."""
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.data.store.measure import measure_reading
+    from shoal.data.store.checks.measure import measure_reading
     from shoal.data.store.reader import open_store
 
     found = measure_reading(open_store(store, version=version), batch=batch, most_rows=rows, rounds=rounds)

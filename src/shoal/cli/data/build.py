@@ -47,7 +47,7 @@ def build(
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.core.units import format_bytes
     from shoal.data.store.blockwriter import BlockOptions
-    from shoal.data.store.incoming import open_units
+    from shoal.data.store.building.incoming import open_units
     from shoal.data.store.writer import BuildOptions, append_units, build_store
 
     block = BlockOptions(target_bytes=block_bytes, codec=codec)

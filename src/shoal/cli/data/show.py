@@ -25,11 +25,11 @@ def show(
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
     from shoal.core.units import format_bytes
+    from shoal.data.store.checks.unreferenced import find_unreferenced
     from shoal.data.store.folder import open_folder
     from shoal.data.store.reader import StoreReader
     from shoal.data.store.schema import describe_field
     from shoal.data.store.splits import list_splits, read_split
-    from shoal.data.store.unreferenced import find_unreferenced
 
     folder = open_folder(store)
     manifest = folder.manifest(version)

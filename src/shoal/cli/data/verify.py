@@ -26,9 +26,9 @@ def verify(store: _Store, version: _Version = None, delete: _Delete = None, json
     """Read every byte of STORE and compare it with its digest. Exit 1 if a file is not as it was written."""
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.data.store.checks.unreferenced import delete_unreferenced
+    from shoal.data.store.checks.whole import verify_store
     from shoal.data.store.folder import open_folder
-    from shoal.data.store.unreferenced import delete_unreferenced
-    from shoal.data.store.whole import verify_store
 
     folder = open_folder(store)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 
@@ -9,11 +10,18 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StoreConfig
 from shoal.data.order import split_positions
 from shoal.data.spec import DataSpec
+from shoal.data.store.folder import open_folder
 from shoal.data.store.reader import StoreReader, newest_version, open_store
 from shoal.data.store.selection import RowSelection
 from shoal.data.store.splits import PARTS, Split, read_split
 from shoal.data.store.tokens import TokenSequence, choose_tokens
 from shoal.data.table import Field
+from shoal.data.tiers.cache import BlockCache
+from shoal.data.tiers.config import check_cache
+from shoal.data.tiers.key import BlockKey
+
+_UNPACKED_BYTES = 32 * 2**20
+"""Of blocks as tables, beside what the cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,7 @@ class StoreData:
             RequestError: there is no such version.
             RunError: it has other columns, values are missing, or a class is beyond those that the model was made for.
         """
-        reader = StoreReader(self.reader.folder, self.reader.folder.manifest(version))
+        reader = self.reader.at_version(version)
         origin = f"version {version} of {self.reader.folder.address}"
         if reader.manifest.schema != self.reader.manifest.schema or len(reader) < len(self.reader):
             raise RunError(
@@ -108,7 +116,7 @@ def open_store_data(config: StoreConfig) -> StoreData:
         BrokenFile: a manifest or a list of blocks is not what was written.
     """
     config = pin_version(config)
-    reader = open_store(config.path, version=config.version, load=config.load)
+    reader = open_store(config.path, version=config.version, load=config.load, **_cached(config))
     split = None if config.split is None else read_split(reader.folder, config.split)
     if split is not None and split.num_rows > len(reader):
         raise RequestError(
@@ -118,6 +126,21 @@ def open_store_data(config: StoreConfig) -> StoreData:
     if config.sequence is not None:
         return _open_tokens(config, reader, split)
     return _open_rows(config, reader, split)
+
+
+def _cached(config: StoreConfig) -> dict[str, Any]:
+    """How blocks of another machine are fetched where the recipe has a cache for them."""
+    folder = open_folder(config.path)
+    if folder.local_path() is not None or not (config.cache.memory_bytes or config.cache.disk_bytes):
+        return {}
+    check_cache(config.cache)
+    cache = BlockCache(config.cache)
+
+    def fetch(path: str, num_bytes: int, digest: str) -> memoryview:
+        key = BlockKey(address=folder.storage.address, path=path, end=num_bytes, digest=digest)
+        return memoryview(cache.get(key, lambda: folder.storage.read(path, 0, num_bytes)))
+
+    return {"fetch": fetch, "fetched_bytes": _UNPACKED_BYTES}
 
 
 def _open_tokens(config: StoreConfig, reader: StoreReader, split: Split | None) -> StoreData:

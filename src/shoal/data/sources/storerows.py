@@ -11,8 +11,8 @@ from shoal.data.config import StoreConfig
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.sources.storefile import StoreData, open_store_data
+from shoal.data.store.checks.watch import WatchedStore
 from shoal.data.store.selection import RowSelection
-from shoal.data.store.watch import WatchedStore
 from shoal.data.table import Table
 
 

@@ -1,7 +1,7 @@
 """The blocks of a version as tables in memory: mapped where they lie on this machine, fetched and unpacked where they do not.
 
 The digest of a block is compared once in each process, when it is first opened; what is mapped afterwards is watched by its size
-and time (``watch.py``).
+and time (``checks/watch.py``).
 """
 
 import mmap

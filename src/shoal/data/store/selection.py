@@ -61,15 +61,14 @@ class RowSelection:
 
     def blocks(self, starts: Rows) -> Rows:
         """Where blocks with these first rows begin among the places of the selection, and its length behind the last."""
+        if not len(self):
+            return np.zeros(1, np.int64)
         lengths = self.stops - self.starts
         number = np.searchsorted(self.starts, starts, side="right") - 1
         inside = np.maximum(number, 0)
         before = (self._ends - lengths)[inside] + np.minimum(starts - self.starts[inside], lengths[inside])
-        return (
-            np.unique(np.append(np.where(number < 0, 0, before), [0, len(self)]))
-            if len(self)
-            else np.zeros(1, np.int64)
-        )
+        found: Rows = np.unique(np.append(np.where(number < 0, 0, before), [0, len(self)]))
+        return found
 
     def overlaps(self, other: "RowSelection") -> bool:
         """True where a row is in both."""

@@ -1,8 +1,8 @@
 """Building a store and appending to one: blocks first, then one exclusive create that makes the version.
 
 Until that create nothing of what was written is in any version, and with it everything is. Whoever dies before leaves files that
-no version names (``unreferenced.py`` finds them); of two who append at once one creates the version, and the other puts the same
-blocks behind it.
+no version names (``checks/unreferenced.py`` finds them); of two who append at once one creates the version, and the other puts
+the same blocks behind it.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from shoal.data.receipt import hash_rows
 from shoal.data.storage.protocol import AlreadyThere, Missing
 from shoal.data.store.block import encode_block, read_block
 from shoal.data.store.blockwriter import BlockOptions, WrittenBlock, check_options, write_blocks
+from shoal.data.store.building.units import Job, Unit, run_units
 from shoal.data.store.folder import (
     BLOCKS,
     BUILDING,
@@ -31,7 +32,6 @@ from shoal.data.store.folder import (
 from shoal.data.store.index import check_key, write_index
 from shoal.data.store.manifest import FileRef, Manifest, PartRef, dump_manifest, list_table
 from shoal.data.store.schema import check_schema, first_difference
-from shoal.data.store.units import Job, Unit, run_units
 from shoal.data.table import Column, Schema, Table
 
 LIST_BLOCKS = 8192

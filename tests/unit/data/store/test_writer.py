@@ -10,10 +10,10 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.receipt import hash_rows
 from shoal.data.storage.memory import MemoryStorage
 from shoal.data.store.blockwriter import BlockOptions
+from shoal.data.store.building.units import Unit
+from shoal.data.store.checks.whole import verify_store
 from shoal.data.store.folder import StoreFolder
 from shoal.data.store.reader import newest_version, open_store
-from shoal.data.store.units import Unit
-from shoal.data.store.whole import verify_store
 from shoal.data.store.writer import BuildOptions, append_store, build_store
 from shoal.data.table import Table, concat_tables, number_column
 from support.data.tables import assert_same, make_table

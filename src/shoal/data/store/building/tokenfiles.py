@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 from shoal.core.errors import RequestError
 from shoal.data.storage.opening import open_storage
 from shoal.data.storage.protocol import Storage
-from shoal.data.store.units import Unit
+from shoal.data.store.building.units import Unit
 from shoal.data.table import Field, Schema, Table, number_column
 
 COLUMN = "tokens"

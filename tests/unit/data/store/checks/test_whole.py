@@ -7,13 +7,13 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.store.blockwriter import BlockOptions
+from shoal.data.store.checks.unreferenced import delete_unreferenced, find_unreferenced
+from shoal.data.store.checks.watch import WatchedStore
+from shoal.data.store.checks.whole import verify_store
 from shoal.data.store.folder import open_folder
 from shoal.data.store.reader import open_store
 from shoal.data.store.selection import RowSelection
 from shoal.data.store.splits import Split, write_split
-from shoal.data.store.unreferenced import delete_unreferenced, find_unreferenced
-from shoal.data.store.watch import WatchedStore
-from shoal.data.store.whole import verify_store
 from shoal.data.store.writer import BuildOptions, append_store, build_store
 from support.data.tables import make_table
 

@@ -4,6 +4,7 @@ Versions only add to one another, so a block that any version names is named by 
 reader, whichever version it is at. What is being written is told from what was left by its age.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -30,9 +31,9 @@ def find_unreferenced(folder: StoreFolder, *, older_s: float = DEFAULT_AGE) -> l
             f"{folder.address} is not on this machine, and its files have no age that can be trusted; delete them there"
         )
     named = set(_named_files(folder))
-    found = []
+    found: list[Entry] = []
     for kind in (BLOCKS, PARTS, INDEX, SPLITS, BUILDING):
-        for entry in folder.storage.list(folder.path(kind)):
+        for entry in (*folder.storage.list(folder.path(kind)), *_half_written(folder.storage, folder.path(kind))):
             inside = entry.path.removeprefix(folder.path("")).lstrip("/")
             if inside not in named and not (kind == SPLITS and inside.endswith(".json")) and _age(entry) >= older_s:
                 found.append(entry)
@@ -55,6 +56,13 @@ def delete_unreferenced(folder: StoreFolder, *, older_s: float = DEFAULT_AGE) ->
             folder.storage.delete(entry.path)
             gone.append(entry)
     return gone
+
+
+def _half_written(storage: LocalStorage, folder: str) -> Iterator[Entry]:
+    """Files that a killed process was writing: a listing does not show them, because they are in nobody's place."""
+    for path in sorted(storage.local_path(folder).rglob(".*")):
+        with contextlib.suppress(Missing):
+            yield storage.stat(f"{folder}/{path.relative_to(storage.local_path(folder)).as_posix()}")
 
 
 def _named_files(folder: StoreFolder) -> Iterator[str]:
