@@ -11,6 +11,7 @@ from shoal.data.config import (
     DigitsConfig,
     StdlibConfig,
     SyntheticConfig,
+    TableConfig,
     TextConfig,
     TokensConfig,
 )
@@ -20,6 +21,7 @@ from shoal.data.sources.arrays import ArraySource, WindowSource
 from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
 from shoal.data.sources.digits import DIGITS_SPEC, read_digits
 from shoal.data.sources.own import build_own
+from shoal.data.sources.rows import build_rows
 from shoal.data.sources.synthetic import describe_synthetic, make_arrays
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
@@ -44,6 +46,8 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
     if isinstance(config, DigitsConfig):
         found = read_digits()
         return _cut((found.images,), found.digits, config, DIGITS_SPEC, uniform_weight=1)
+    if isinstance(config, TableConfig):
+        return build_rows(config)
     return build_own(config, seed)
 
 

@@ -6,6 +6,7 @@ than its share and the largest key above it.
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def even_ranges(num_rows: int, parts: int) -> list[range]:
     """N rows in K ranges, the remainder spread by one: part k begins at k*q + min(k, r)."""
     size, longer = divmod(num_rows, parts)
     starts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def counts_of(num_rows: int, shares: Shares) -> list[int]:
