@@ -22,7 +22,7 @@ from shoal.data.partition.cut import NAMES, columns_of, cut_table
 from shoal.data.spec import DataSpec
 from shoal.data.table import Column, Schema, Table, concat_tables
 from shoal.data.transform.pipeline import apply_steps, fit_steps
-from shoal.data.transform.state import Fitted, load_fitted
+from shoal.data.transform.state import JSON_NAME, Fitted, load_fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _fit_or_load(
 ) -> tuple[Fitted, dict[str, Table]]:
     digest = certificate.sides[0].digest
     parts = {name: table.take(rows[name]) for name in NAMES}
-    if config.fitted is not None and (Path(config.fitted) / "fitted.json").is_file():
+    if config.fitted is not None and (Path(config.fitted) / JSON_NAME).is_file():
         fitted = load_fitted(Path(config.fitted))
         if fitted.rows_digest != digest:
             raise RequestError(

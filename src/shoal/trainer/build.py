@@ -41,6 +41,7 @@ from shoal.telemetry.summaryfile import read_summary
 from shoal.trainer.admission.model import agree_on_model
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
+from shoal.trainer.fitted import with_fitted
 from shoal.trainer.loop import Trainer
 
 
@@ -220,7 +221,7 @@ def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
     if not run.recipe.exists():
         raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
     check_inside(run)
-    recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    recipe = with_fitted(validate(Recipe, read_toml(run.recipe), origin=str(run.recipe)), run.root)
     found = newest_whole(run.checkpoints)
     if found.path is None:
         refused = "; ".join(f"{path.name}: {reason}" for path, reason in found.refused)

@@ -14,6 +14,7 @@ from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
 from shoal.engine.resolve import RunSetup
 from shoal.launch.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
+from shoal.trainer.fitted import keep_fitted
 
 # What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the
 # weights.
@@ -43,6 +44,8 @@ _MAY_CHANGE = (
     "elastic",
     "data.prefetch",
     "data.workers",
+    "data.fitted",
+    "data.fitted_digest",
 )
 
 
@@ -232,7 +235,7 @@ class Claim:
         written = (self.run.recipe, self.run.plan, self.run.summary)
         self._before = {path: path.read_bytes() for path in written if path.exists()}
         values = {"plan": str(plan), **plan.as_dict(), **(setup.as_dict() if setup is not None else {})}
-        replace_text(self.run.recipe, dump_recipe(recipe))
+        replace_text(self.run.recipe, dump_recipe(keep_fitted(recipe, self.run.root)))
         replace_text(self.run.plan, json.dumps(values, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
 

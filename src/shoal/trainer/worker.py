@@ -38,6 +38,7 @@ from shoal.trainer.build import build_trainer
 from shoal.trainer.claim import read_setup
 from shoal.trainer.config import Recipe
 from shoal.trainer.elastic.rank import ElasticRank, is_elastic, summary_of
+from shoal.trainer.fitted import with_fitted
 from shoal.trainer.loop import Trainer
 from shoal.trainer.profiler import RunProfiler
 from shoal.trainer.ratesearch.search import search_rate
@@ -64,7 +65,7 @@ def run_rank(
     # First of all: a signal that came before would end this process in place of its first step.
     stop = hear_stop_signals(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     run = RunDir(run_dir)
-    recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    recipe = with_fitted(validate(Recipe, read_toml(run.recipe), origin=str(run.recipe)), run.root)
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = read_place(environment)

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from shoal.core.errors import RequestError
 
-_JSON, _ARRAYS = "fitted.json", "fitted.safetensors"
+JSON_NAME = "fitted.json"
+"""The file that comes last and names the digest of all."""
+_ARRAYS = "fitted.safetensors"
 _FORMAT = 1
 
 
@@ -73,8 +75,8 @@ class Fitted:
         save_file(arrays, folder / f"{_ARRAYS}.part")
         os.replace(folder / f"{_ARRAYS}.part", folder / _ARRAYS)
         text = json.dumps({"digest": self.digest, "fitted": json.loads(self._json())}, ensure_ascii=True)
-        (folder / f"{_JSON}.part").write_text(text)
-        os.replace(folder / f"{_JSON}.part", folder / _JSON)
+        (folder / f"{JSON_NAME}.part").write_text(text)
+        os.replace(folder / f"{JSON_NAME}.part", folder / JSON_NAME)
 
 
 def load_fitted(folder: Path) -> Fitted:
@@ -84,7 +86,7 @@ def load_fitted(folder: Path) -> Fitted:
         RequestError: there is none, or it is torn or altered.
     """
     try:
-        whole = json.loads((folder / _JSON).read_text())
+        whole = json.loads((folder / JSON_NAME).read_text())
         arrays = load_file(folder / _ARRAYS)
         values = whole["fitted"]
         steps = []
