@@ -17,7 +17,7 @@ from shoal.comm.world import World
 from shoal.core.plan import Plan
 from shoal.data.build import build_splits
 from shoal.data.config import StdlibConfig
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 from shoal.engine.config import TrainConfig
 from shoal.models.build import build_model
 from shoal.models.config import GptConfig

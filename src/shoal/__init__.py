@@ -36,8 +36,8 @@ _SUBJECTS = {
     "Data": {
         "from_datasets": "shoal.data.sources.own",
         "LoaderOptions": "shoal.data.options",
-        "PadCollate": "shoal.data.padding",
-        "PackedSource": "shoal.data.packing",
+        "PadCollate": "shoal.data.batches.padding",
+        "PackedSource": "shoal.data.batches.packing",
     },
     "Weights": {
         "load_weights": "shoal.engine.weights",

@@ -8,9 +8,9 @@ from shoal.core.errors import RequestError as RequestError
 from shoal.core.errors import RunError as RunError
 from shoal.core.errors import ShoalError as ShoalError
 from shoal.core.plan import Plan as Plan
+from shoal.data.batches.packing import PackedSource as PackedSource
+from shoal.data.batches.padding import PadCollate as PadCollate
 from shoal.data.options import LoaderOptions as LoaderOptions
-from shoal.data.packing import PackedSource as PackedSource
-from shoal.data.padding import PadCollate as PadCollate
 from shoal.data.sources.own import from_datasets as from_datasets
 from shoal.engine.callbacks.ema import EMA as EMA
 from shoal.engine.callbacks.monitor import BestCheckpoint as BestCheckpoint

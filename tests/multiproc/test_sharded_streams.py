@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from shoal.core.errors import RequestError
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
-from shoal.data.steploader import StepLoader
 from shoal.testing.ranks import run_on_ranks
 from support.processes.command import ROOT, ranks_of, read_summary, wait_until
 from support.training.streams import SIZE, Dealt, Redealt, row_number

@@ -145,7 +145,7 @@ ENDINGS = [
     Mutation(
         promise=SUPERVISOR,
         what="loaders hand batches over by torch's sockets",
-        file="src/shoal/data/sharedmemory.py",
+        file="src/shoal/data/loading/sharedmemory.py",
         old="        if not self._is_open or not all(_is_plain(tensor) for tensor in tensors):",
         new="        if True:",
         test="tests/bugs/test_forked_by_the_user.py::test_a_killed_rank_with_loaders_leaves_no_socket",

@@ -347,7 +347,7 @@ NUMERICS = [
     Mutation(
         promise=CHAIN,
         what="the order of samples depends on the number of replicas",
-        file="src/shoal/data/loader.py",
+        file="src/shoal/data/loading/loader.py",
         old="            self._parts = order_parts(self._order(source, start, global_batch, seed), start, share)",
         new="            self._parts = order_parts(self._order(source, start, global_batch, seed + num_replicas), start, share)",
         test="tests/chaos/test_elastic_chain.py::test_two_three_one_two[float64-1e-12]",
@@ -452,7 +452,7 @@ NUMERICS = [
     Mutation(
         promise=MEAN,
         what="a batch is weighed by labels that its loss does not count",
-        file="src/shoal/data/collate.py",
+        file="src/shoal/data/batches/collate.py",
         old="        return before != after\n",
         new="        return True\n",
         test="tests/multiproc/test_batch_forms.py::test_a_batch_weighs_the_labels_that_its_loss_counts",
@@ -461,7 +461,7 @@ NUMERICS = [
     Mutation(
         promise=SAME_DATA,
         what="of several targets a loader process hands the first one over for all",
-        file="src/shoal/data/sharedmemory.py",
+        file="src/shoal/data/loading/sharedmemory.py",
         old="if self.num_targets is None else tensors[cut:]",
         new="if self.num_targets is None else tensors[cut : cut + 1] * self.num_targets",
         test="tests/unit/data/test_batchform.py::test_loader_processes_hand_forms_over",

@@ -18,7 +18,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import FinalError
 from shoal.core.placement import place_whole
 from shoal.core.plan import Plan
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.engine.hooks import StepResult
 from shoal.engine.passes import Passes, StepFeed
 from shoal.engine.resolve import schedule_of, updates_per_step

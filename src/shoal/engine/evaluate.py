@@ -15,7 +15,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.events import Evaluated
 from shoal.data.batchform import batch_of, call_model, targets_of
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
 from shoal.data.order import replica_share
 from shoal.data.source import Source, Streamed
 from shoal.engine.batches.empty import ANY_SAMPLE

@@ -28,7 +28,7 @@ from shoal.comm.mesh import Mesh
 from shoal.core.errors import RequestError
 from shoal.core.placement import Placement
 from shoal.core.plan import Plan
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.compression.saved import PREFIX as COMPRESSION
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.state import Outline, RankState

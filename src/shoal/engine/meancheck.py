@@ -25,9 +25,9 @@ from shoal.core.functions import call_own
 from shoal.core.plan import Plan
 from shoal.costs.tracer import preserved_state
 from shoal.data.batchform import batch_of, call_model, map_targets, targets_of
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
+from shoal.data.loading.parts import build_order
 from shoal.data.order import Position
-from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
 from shoal.data.spec import IGNORED
 from shoal.engine.config import TrainConfig

@@ -25,7 +25,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RunError
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.plan import Plan
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.data.source import Source
 from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.compression.saved import SavedSums, say_dropped

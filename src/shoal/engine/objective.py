@@ -19,9 +19,9 @@ from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.plan import Plan
+from shoal.data.batches.collate import settle_labels
 from shoal.data.batchform import ModelInputs, Targets, batch_of, call_model, map_targets, targets_of
-from shoal.data.collate import settle_labels
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
 from shoal.data.source import Splits
 from shoal.engine.batches.empty import zero_of_parameters, zero_through_layers
 from shoal.engine.metrics import StepMetrics

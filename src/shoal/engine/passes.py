@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.comm.global_batch import ALONE, Replicas, gathering, refuse_absent, refuse_empty
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.engine.batches.empty import Filler
 from shoal.engine.hooks import Hooks
 from shoal.engine.objective import Objective, kind_of

@@ -28,7 +28,7 @@ from shoal.core.events import (
     Warned,
 )
 from shoal.core.rundir import RunDir
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.eventlog import EventLog

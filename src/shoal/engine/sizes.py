@@ -20,7 +20,7 @@ from shoal.core.syncrule import SyncRule
 from shoal.costs.fake import faked
 from shoal.costs.saved import measure_saved
 from shoal.data.batchform import call_model, flat_targets, map_targets, targets_of
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Scoring
 from shoal.engine.piggyback import NUM_SCALARS

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shoal.comm.world import World
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source
 from shoal.data.sources.iterable import is_iterable_only
 from shoal.data.sources.own import from_datasets, stream_splits
-from shoal.data.steploader import StepLoader
 from shoal.engine.resolve import ResolvedPlan
 
 

@@ -38,7 +38,7 @@ from shoal.core.config import validate
 from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.data.options import LoaderOptions
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation

@@ -20,7 +20,7 @@ from shoal.comm.world import World
 from shoal.core.errors import RunError, ShoalError
 from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
-from shoal.data.statevalues import decode_state, encode_state
+from shoal.data.streams.statevalues import decode_state, encode_state
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import with_whole_passes

@@ -23,9 +23,9 @@ from shoal.data.batchform import ModelInputs, arguments_of, call_model, targets_
 from shoal.data.build import build_splits
 from shoal.data.check import DataSummary
 from shoal.data.config import AnyDataConfig
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
+from shoal.data.loading.parts import build_order, options_of
 from shoal.data.order import Ids, Position, own_microbatches
-from shoal.data.parts import build_order, options_of
 from shoal.data.source import Source, Splits, Streamed
 from shoal.data.spec import DataSpec
 from shoal.engine.callback_config import is_own

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.comm.trafficcounter import TrafficCounts, plain_traffic
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.model import ParallelModel
 from shoal.engine.sizes import measure_state

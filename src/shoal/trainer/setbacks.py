@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.channel import is_silent
 from shoal.core.errors import FinalError
 from shoal.core.events import LossSpiked, NonFinite, RolledBack
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.config import TrainConfig
 from shoal.engine.hooks import StepResult
 from shoal.engine.model import ParallelModel

@@ -23,7 +23,7 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
 from shoal.data.batchform import ModelInputs
-from shoal.data.loader import Loader, StepBatch
+from shoal.data.loading.loader import Loader, StepBatch
 from shoal.data.source import Splits
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shoal.comm.global_batch import AXIS
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import is_known, kind_of

@@ -31,7 +31,7 @@ from shoal.core.placement import Placement, place_whole
 from shoal.core.plan import Plan
 from shoal.costs.saved import SavedActivations, measure_saved
 from shoal.data.batchform import flat_targets
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
 from shoal.engine.batches.schedule import most_microbatches
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import Objective

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import RequestError, RunError
+from shoal.data.batches.collate import Collator
 from shoal.data.batchform import ModelInputs, batch_of, call_model, flat_targets, targets_of
-from shoal.data.collate import Collator
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 from shoal.data.sources.own import from_datasets
 
 one = torch.arange(3.0)

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 import shoal
 from shoal.core.errors import RequestError
 from shoal.data.config import OwnDataConfig
+from shoal.data.loading.steploader import StepLoader
 from shoal.data.sources.own import build_own
-from shoal.data.steploader import StepLoader
 
 
 class Stream(IterableDataset):

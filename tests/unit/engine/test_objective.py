@@ -8,7 +8,7 @@ from torch import nn
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.errors import RunError
 from shoal.core.plan import Plan
-from shoal.data.loader import Microbatch
+from shoal.data.loading.loader import Microbatch
 from shoal.engine.objective import Objective, Scoring
 from shoal.models.losses import cross_entropy
 from shoal.optim.precision import Precision

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.mesh import pretend_mesh
 from shoal.core.plan import Plan
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.order import Position
 from shoal.engine.batches.empty import Filler, zero_of_parameters, zero_through_layers
 from shoal.engine.piggyback import StepScalars

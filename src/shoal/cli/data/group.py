@@ -6,7 +6,10 @@ was wrong.
 
 import typer
 
+from shoal.cli.data.bench import bench
+from shoal.cli.data.build import build
 from shoal.cli.data.show import show
+from shoal.cli.data.verify import verify
 
 app = typer.Typer(
     help="Build, show, verify and measure stores of data.",
@@ -14,9 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command("build")(build)
 app.command("show")(show)
-
-
-@app.callback()
-def data() -> None:
-    """Build, show, verify and measure stores of data."""
+app.command("verify")(verify)
+app.command("bench")(bench)

@@ -12,8 +12,8 @@ from typing import Any
 from shoal.core.errors import RequestError
 from shoal.data.order import Position
 from shoal.data.sources.iterable import first_samples
-from shoal.data.streamreader import StreamReader, is_same
 from shoal.data.streams.shards import shards_itself
+from shoal.data.streams.streamreader import StreamReader, is_same
 from shoal.telemetry.rngstate import keeping_draws
 
 

@@ -9,13 +9,13 @@ from torch.utils.data import IterableDataset
 
 from shoal.core.errors import RunError
 from shoal.core.functions import call_own
-from shoal.data.collate import Collator
+from shoal.data.batches.collate import Collator
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import UNKNOWN_LENGTH
-from shoal.data.streamreader import StreamReader, has_state, known_length, why_not_resumable
 from shoal.data.streams.shards import take_shard
+from shoal.data.streams.streamreader import StreamReader, has_state, known_length, why_not_resumable
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.telemetry.rngstate import keeping_draws
 

@@ -1,8 +1,9 @@
 """The user's own map-style dataset: described by its first sample, stacked by torch's rule or the user's ``collate_fn``.
 
-A dataset's item is ``(inputs, targets)``, both of any form, or one dict (``data/collate.py``). Whole-number targets of -100 count
-for nothing. What a shipped model must know and a sample cannot say is read from attributes of the dataset: ``classes`` (a number
-or the list of names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at its word.
+A dataset's item is ``(inputs, targets)``, both of any form, or one dict (``data/batches/collate.py``). Whole-number targets
+of -100 count for nothing. What a shipped model must know and a sample cannot say is read from attributes of the dataset:
+``classes`` (a number or the list of names) and ``vocab``. A function that returns ``Splits`` of its own sources is taken at
+its word.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own, load_function
+from shoal.data.batches.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
+from shoal.data.batches.packing import PackedSource
+from shoal.data.batches.padding import PadCollate
 from shoal.data.batchform import is_same_form, leaf_paths
-from shoal.data.collate import WANTED, Collate, Collator, counted_weight, describe_sample, find_problem
 from shoal.data.config import OwnDataConfig, load_build, load_collate
 from shoal.data.options import LoaderOptions
 from shoal.data.order import permute, split_positions
-from shoal.data.packing import PackedSource
-from shoal.data.padding import PadCollate
 from shoal.data.source import Items, SampleIds, Source, Splits
 from shoal.data.sources.heldout import hold_out_first
 from shoal.data.sources.iterable import IterableSource, first_samples, is_iterable_only
@@ -161,13 +162,16 @@ def _hold_out(built: Any, count: int, origin: str, seed: int) -> dict[str, Any]:
 def _splits_of(built: Any, config: OwnDataConfig, origin: str, collate_fn: Collate | None, seed: int) -> Splits:
     """The splits of what the user's function returned, but for held-out streams."""
     options = LoaderOptions(
-        drop_last=config.drop_last, shuffle=None if config.shuffle else False, collate_fn=collate_fn
+        drop_last=config.drop_last,
+        shuffle=None if config.shuffle else False,
+        collate_fn=collate_fn,
     )
     named: Mapping[str, Any] = built if isinstance(built, Mapping) else {"train": built}
     if is_iterable_only(named.get("train", ())):
-        if config.pack is not None or config.sampler is not None:
+        if config.pack is not None or config.sampler is not None or config.order != "full":
             raise RequestError(
-                f"{origin} returned an iterable dataset, which data.pack and data.sampler cannot index; leave them out"
+                f"{origin} returned an iterable dataset, which data.pack, data.sampler and data.order cannot index; "
+                "leave them out"
             )
         held_out = _named_parts({**named, "train": ()}, origin)
         streamed = stream_splits(named["train"], replace(options, shuffle=None), seed=seed)
@@ -235,6 +239,8 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
     asked = [key for key in ("sampler", "batch_sampler", "weights", "max_tokens") if getattr(options, key) is not None]
     if options.shuffle:
         asked.append("shuffle")
+    if options.order != "full":
+        asked.append("order")
     if asked:
         raise RequestError(
             f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "

@@ -4,9 +4,14 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.data.storage.config import StorageConfig
+from shoal.data.storage.hdfs import HdfsStorage
 from shoal.data.storage.local import LocalStorage
 from shoal.data.storage.memory import open_memory
+from shoal.data.storage.objects import ObjectStorage
+from shoal.data.storage.other import FsspecStorage
 from shoal.data.storage.protocol import Storage
+from shoal.data.storage.web import WebStorage
+from shoal.data.storage.webhdfs import WebHdfsStorage
 
 
 def open_storage(address: str, settings: StorageConfig | None = None) -> tuple[Storage, str]:
@@ -30,7 +35,28 @@ def open_storage(address: str, settings: StorageConfig | None = None) -> tuple[S
     if scheme == "memory":
         name, _, path = rest.strip("/").partition("/")
         return open_memory(name), path
-    raise RequestError(f"{address!r}: no storage for {scheme}:// is known")
+    host, _, path = rest.partition("/")
+    if scheme == "hive":
+        raise RequestError(
+            f"{address!r} is a table of a metastore; it has no files of its own, read it with data.format = hive"
+        )
+    if not host:
+        raise RequestError(
+            f"{address!r} has nothing behind {scheme}://; name a place there, such as {scheme}://host/path"
+        )
+    return _open_remote(scheme, f"{scheme}://{host}", found), path.strip("/")
+
+
+def _open_remote(scheme: str, base: str, settings: StorageConfig) -> Storage:
+    if scheme in ("http", "https"):
+        return WebStorage(base, settings)
+    if scheme in ("s3", "s3a", "gs", "az"):
+        return ObjectStorage(base, settings)
+    if scheme == "hdfs":
+        return HdfsStorage(base, settings)
+    if scheme in ("webhdfs", "swebhdfs"):
+        return WebHdfsStorage(base, settings)
+    return FsspecStorage(base, settings)
 
 
 def _open_local(full: Path, settings: StorageConfig) -> tuple[Storage, str]:

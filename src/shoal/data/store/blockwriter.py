@@ -1,6 +1,5 @@
 """From tables as they come to blocks of about one size, written one after the other."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from shoal.data.store.block import cut_into_blocks, encode_block
 from shoal.data.store.folder import BLOCKS, StoreFolder
 from shoal.data.store.manifest import FileRef
 from shoal.data.store.schema import first_difference
-from shoal.data.store.stats import describe_table, stats_values
+from shoal.data.store.stats import describe_json
 from shoal.data.table import Schema, Table, concat_tables
 
 MIN_BLOCK, DEFAULT_BLOCK, MAX_BLOCK = 1 << 14, 1 << 20, 1 << 26
@@ -88,5 +87,4 @@ def write_blocks(
 
 def _write_block(folder: StoreFolder, rows: Table, options: BlockOptions) -> WrittenBlock:
     ref = folder.write(BLOCKS, encode_block(rows, codec=options.codec), len(rows))
-    stats = {name: stats_values(found) for name, found in describe_table(rows).items()}
-    return WrittenBlock(ref=ref, stats=json.dumps(stats))
+    return WrittenBlock(ref=ref, stats=describe_json(rows))

@@ -5,6 +5,7 @@ itself, so that two keys with one hash are told apart. Rows are counted from the
 committed behind another one, its index stays as it is.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,10 +71,10 @@ def sortable_keys(column: Column) -> NDArray[Any]:
     if not is_hashed(field):
         return column.values.astype(key_dtype(field))
     assert column.offsets is not None
-    flat, offsets = memoryview(np.ascontiguousarray(column.values)), column.offsets.tolist()
+    flat, offsets = np.ascontiguousarray(column.values).data, column.offsets.tolist()
     digest = xxhash.xxh3_64_intdigest
     return np.fromiter(
-        (digest(flat[start:stop]) for start, stop in zip(offsets[:-1], offsets[1:], strict=True)),
+        (digest(flat[start:stop]) for start, stop in itertools.pairwise(offsets)),
         dtype=np.uint64,
         count=len(column),
     )

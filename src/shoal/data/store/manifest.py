@@ -68,6 +68,8 @@ class Manifest:
     """The sum of the hashes of all row ids, modulo 2^128: what an epoch's receipt must come to."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """How far each source has been taken in, as whoever appends says it: committed with the rows, so that nothing comes twice."""
+    writer: str = ""
+    """Which append made it, so that one whose answer was lost knows its own; empty for what was built."""
     digest: str = ""
     """Of its own text; empty until it is written or read."""
 
@@ -100,6 +102,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "schema": schema_values(manifest.schema),
             "parts": [_part_values(part) for part in manifest.parts],
             "source": dict(manifest.source),
+            "writer": manifest.writer,
         }
     )
 
@@ -130,6 +133,7 @@ def read_manifest(data: bytes, *, file: str, version: int) -> Manifest:
             parts=tuple(_read_part(part) for part in parts),
             row_hashes=_hexadecimal(values["row_hashes"]),
             source=values["source"],
+            writer=str(values["writer"])[:32],
             digest=digest,
         )
         if manifest.num_rows != values["rows"]:
@@ -185,7 +189,7 @@ def _read_ref(values: Any) -> FileRef:
 def _check_digest(value: Any) -> str:
     if not isinstance(value, str) or len(value) != 32 or not set(value) <= set("0123456789abcdef"):
         raise ValueError("a digest is 32 hexadecimal digits")
-    return value
+    return str(value)
 
 
 def _hexadecimal(value: Any) -> int:
@@ -195,7 +199,7 @@ def _hexadecimal(value: Any) -> int:
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX:
         raise ValueError(f"{str(value)[:20]} is no count")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ class BlockList:
 
     def digest(self, block: int) -> str:
         """Of a block's file."""
-        return self.digests[block].tobytes().hex()
+        return bytes(self.digests[block]).hex()
 
     def starts(self) -> NDArray[np.int64]:
         """(blocks + 1,): the first row of each block, and the number of rows behind the last."""

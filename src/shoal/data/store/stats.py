@@ -4,6 +4,7 @@ They are found once, where the block is written, and merged in the order of bloc
 have the same bits whatever wrote it. Values that are missing or not finite are counted and take no part in the rest.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -44,11 +45,6 @@ class ColumnStats:
 
 
 _FIELDS = {field.name for field in fields(ColumnStats)}
-
-
-def describe_table(table: Table) -> dict[str, ColumnStats]:
-    """The statistics of each column."""
-    return {column.field.name: describe_column(column) for column in table.columns}
 
 
 def describe_column(column: Column) -> ColumnStats:
@@ -111,9 +107,14 @@ def _merge(left: ColumnStats, right: ColumnStats) -> ColumnStats:
     )
 
 
+def describe_json(table: Table) -> str:
+    """The statistics of each column as JSON, as lists of blocks keep them; the same rows give the same text."""
+    return json.dumps({column.field.name: stats_values(describe_column(column)) for column in table.columns})
+
+
 def stats_values(stats: ColumnStats) -> dict[str, Any]:
-    """As JSON, without what is zero or not there."""
-    return {name: value for name, value in asdict(stats).items() if value not in (None, 0)}
+    """As JSON, without what is not there."""
+    return {name: value for name, value in asdict(stats).items() if value is not None}
 
 
 def read_stats(values: Any) -> ColumnStats:

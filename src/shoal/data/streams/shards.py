@@ -23,7 +23,7 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
 from shoal.core.functions import call_own
 from shoal.data.order import Position
-from shoal.data.statevalues import decode_state, encode_state
+from shoal.data.streams.statevalues import decode_state, encode_state
 from shoal.telemetry.memory import is_out_of_memory
 
 _SHARDED = '{"shard'

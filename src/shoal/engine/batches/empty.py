@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.mesh import Mesh
 from shoal.core.plan import Plan
 from shoal.data.batchform import map_targets
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.source import Source
 from shoal.parallel import batchnorm
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.data.loader import Loader, StepBatch
+from shoal.data.loading.loader import Loader, StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Source
 

@@ -21,7 +21,7 @@ from shoal.core.axes import Axis
 from shoal.core.errors import RequestError
 from shoal.core.events import RateAdapted
 from shoal.core.placement import Placement
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.batches.schedule import batch_at, next_level
 from shoal.engine.callbacks.adapt_rules import adapt_problems
 from shoal.engine.config import TrainConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.core.errors import RequestError
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.model import ParallelModel
 from shoal.telemetry.rngstate import keeping_draws
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.data.loader import Microbatch, StepBatch
+from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
 from shoal.data.source import Source
 from shoal.engine.model import ParallelModel

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.batches.loading import Batches
 from shoal.engine.callbacks.ratefinder import find_rate
 from shoal.trainer.loop import Trainer

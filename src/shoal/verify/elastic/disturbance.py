@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.core.axes import Axis
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
-from shoal.data.loader import StepBatch
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.hooks import Hook, HookedModel, StepResult
 from shoal.launch.environments import read_place
 from shoal.launch.group.control import ControlBoard

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shoal.data import parts
+from shoal.data.loading import parts
 from shoal.replicas import averaging, exchange, gossip, policy, streaming
 from shoal.verify.mutants.planted_bugs import Honest, replaces
 

@@ -22,12 +22,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint.pretrained import Selection, load_module
 from shoal.core.errors import RequestError, ShoalError
+from shoal.data.batches.collate import settle_labels
 from shoal.data.batchform import ModelInputs, arguments_of, call_model, map_targets, targets_of
 from shoal.data.build import build_splits
-from shoal.data.collate import settle_labels
 from shoal.data.config import DataConfig
+from shoal.data.loading.parts import build_order
 from shoal.data.order import Position
-from shoal.data.parts import build_order
 from shoal.data.source import Items, Source
 from shoal.models.build import build_model
 from shoal.models.config import ModelConfig

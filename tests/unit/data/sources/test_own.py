@@ -11,10 +11,10 @@ from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.fingerprint import take_fingerprint
+from shoal.data.loading.parts import Part
+from shoal.data.loading.workers import LoaderProcesses, WorkerOptions
 from shoal.data.order import Position
-from shoal.data.parts import Part
 from shoal.data.sources.own import DatasetSource
-from shoal.data.workers import LoaderProcesses, WorkerOptions
 
 torch.set_num_threads(1)
 

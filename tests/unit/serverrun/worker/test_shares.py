@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.core.errors import RequestError
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 from shoal.data.order import Position, position_of, take
 from shoal.data.source import Items
 from shoal.models.embeddings import make_dense
