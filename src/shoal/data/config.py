@@ -234,7 +234,14 @@ class OwnDataConfig(_Loaded):
 
 
 AnyDataConfig = (
-    StdlibConfig | TextConfig | TokensConfig | StoreConfig | SyntheticConfig | DigitsConfig | TableConfig | OwnDataConfig
+    StdlibConfig
+    | TextConfig
+    | TokensConfig
+    | StoreConfig
+    | SyntheticConfig
+    | DigitsConfig
+    | TableConfig
+    | OwnDataConfig
 )
 DataConfig = tagged(
     StdlibConfig,

@@ -1,6 +1,7 @@
 """One label space: the labels of all workers and shards in one vocabulary, whose order does not depend on how many there are.
 
-Labels are sorted by their bytes, numbers by their value; those that come later are appended, so that an id never changes its meaning.
+Labels are sorted by their bytes, numbers by their value; those that come later are appended, so that an id never changes
+its meaning.
 """
 
 import hashlib
@@ -72,7 +73,8 @@ def unite_labels(parts: Iterable[Iterable[Label]], *, most: int = 1 << 20, what:
         united.update(part)
         if len(united) > most:
             raise RequestError(
-                f"data.labels: column {what!r} has more than {most} labels; is it a number to predict (say its type float in data.types)? "
+                f"data.labels: column {what!r} has more than {most} labels; is it a number to predict (say its type float in "
+                f"data.types)? "
                 "Otherwise raise data.labels.most"
             )
     return LabelSpace(names=tuple(sort_labels(united)))
@@ -101,6 +103,7 @@ def refuse_other_space(own: LabelSpace, digest: str, *, who: str) -> None:
     """
     if digest != own.digest:
         raise RequestError(
-            f"{who} has another vocabulary of labels (digest {digest[:12]}, here {own.digest[:12]} of {len(own.names)}); read the same "
+            f"{who} has another vocabulary of labels (digest {digest[:12]}, here {own.digest[:12]} of {len(own.names)}); "
+            f"read the same "
             "data on all of them"
         )

@@ -1,7 +1,8 @@
 """From ``source = "table"`` to arrays: rows are read, cut, prepared by steps that were fitted on the training rows, and labelled.
 
-All of it is numpy, so that it can be done before any process starts, and every rank does the same: the bits depend on the files and the
-recipe alone. A run keeps what was fitted in its folder, and whoever continues or evaluates it applies that and fits nothing.
+All of it is numpy, so that it can be done before any process starts, and every rank does the same: the bits depend on the
+files and the recipe alone. A run keeps what was fitted in its folder, and whoever continues or evaluates it applies that
+and fits nothing.
 """
 
 from collections.abc import Mapping
@@ -119,7 +120,8 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
     fitted = replace(fitted, labels={} if space is None else {_targets_of(config)[0]: space.names})
     if config.fitted_digest is not None and fitted.digest != config.fitted_digest:
         raise RequestError(
-            f"the steps fitted on {where} have the digest {fitted.digest[:12]}, and those of the run {config.fitted_digest[:12]}: the "
+            f"the steps fitted on {where} have the digest {fitted.digest[:12]}, and those of the run "
+            f"{config.fitted_digest[:12]}: the "
             f"training rows are others than they were; bring the data back, or the folder {config.fitted}"
         )
     splits = {}
@@ -197,7 +199,8 @@ def _targets(
         if unknown[split] and config.labels.unknown == "refuse":
             strange = next(label for label in labels if label not in space.names)
             raise RequestError(
-                f"the {split} split of {where} has {unknown[split]} rows with labels of {names[0]!r} that no training row has, {strange!r} "
+                f"the {split} split of {where} has {unknown[split]} rows with labels of {names[0]!r} that no training row has, "
+                f"{strange!r} "
                 'the first; cut by = "label", or set data.labels.unknown = "count" or "append"'
             )
     return space, unknown, targets
@@ -218,13 +221,15 @@ def _tensor(table: Table, names: tuple[str, ...], split: str, what: str = "input
         own = column.field
         if own.is_ragged or own.dtype.kind not in "iufb":
             raise RequestError(
-                f"data.{what}: column {own.name!r} is {own.kind}, and the model takes numbers of one shape; make some of it in data.prepare "
+                f"data.{what}: column {own.name!r} is {own.kind}, and the model takes numbers of one shape; make some of it in "
+                f"data.prepare "
                 "(hash, vocabulary, ngrams, date)"
             )
         if column.valid is not None and not column.valid.all():
             count = int((~column.valid).sum())
             raise RequestError(
-                f'data.{what}: column {own.name!r} has {count} missing values in the {split} split; write a step "fill" in data.prepare, or '
+                f'data.{what}: column {own.name!r} has {count} missing values in the {split} split; write a step "fill" in '
+                f"data.prepare, or "
                 'a step "filter" with how = "missing"'
             )
     is_whole = all(column.field.dtype.kind in "iu" for column in columns) and what == "inputs"

@@ -12,11 +12,11 @@ from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
 from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
 from shoal.data.config import StoreConfig
+from shoal.data.fitted import keep_fitted
 from shoal.data.sources.storefile import pin_version
 from shoal.engine.resolve import RunSetup
 from shoal.launch.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
-from shoal.trainer.fitted import keep_fitted
 
 # What may change when a run is taken up again: how long it lasts, how it is laid out, what it records. The rest decides the
 # weights.
@@ -259,7 +259,9 @@ class Claim:
         written = (self.run.recipe, self.run.plan, self.run.summary)
         self._before = {path: path.read_bytes() for path in written if path.exists()}
         values = {"plan": str(plan), **plan.as_dict(), **(setup.as_dict() if setup is not None else {})}
-        replace_text(self.run.recipe, dump_recipe(keep_fitted(recipe, self.run.root)))
+        replace_text(
+            self.run.recipe, dump_recipe(recipe.model_copy(update={"data": keep_fitted(recipe.data, self.run.root)}))
+        )
         replace_text(self.run.plan, json.dumps(values, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
 

@@ -157,5 +157,6 @@ def _check_times(rows: Mapping[str, Codes], times: NDArray[Any], gap: float) -> 
     for (earlier, before), (later, after) in pairwise(filled):
         if not before.max() + step < after.min():
             raise RunError(
-                f"{earlier} has a row of {before.max()} and {later} one of {after.min()}; with the gap it must be earlier by {gap:g}"
+                f"{earlier} has a row of {before.max()} and {later} one of {after.min()}; with the gap it must be earlier by "
+                f"{gap:g}"
             )

@@ -154,7 +154,8 @@ class FilterConfig(Config):
     columns: Columns
     """The columns that are looked at."""
     how: Literal["missing", "duplicates", "near_duplicates", "range", "zscore", "forest"]
-    """missing: rows without a value; duplicates: rows equal to one before; near_duplicates: texts alike by MinHash; range: numbers
+    """missing: rows without a value; duplicates: rows equal to one before; near_duplicates: texts alike by MinHash; range:
+    numbers
     outside; zscore: numbers far from the mean; forest: outliers by an isolation forest (scikit-learn)."""
     least: float | None = None
     """With range."""

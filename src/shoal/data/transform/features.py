@@ -19,7 +19,8 @@ def _tokens(column: Column, step: str) -> list[Any]:
     """Each row's value as it is counted: a text, or a number; None is missing."""
     if (column.field.is_ragged and column.field.kind != TEXT) or column.field.shape or column.field.dtype.kind == "f":
         raise RequestError(
-            f"data.prepare, step {step!r}: column {column.field.name!r} is {column.field.kind}; the step is for texts and whole numbers"
+            f"data.prepare, step {step!r}: column {column.field.name!r} is {column.field.kind}; the step is for texts and "
+            f"whole numbers"
         )
     if column.field.kind == TEXT:
         return [column.value(row) for row in range(len(column))]
@@ -55,7 +56,8 @@ def fit_vocabulary(table: Table, config: VocabularyConfig, shards: int) -> StepS
             need_some(valid_of(table[name])[:, None], (name,), step="vocabulary")
         if len(counts) > config.most and not config.cut:
             raise RequestError(
-                f"data.prepare, step 'vocabulary': column {name!r} has {len(counts)} values and most is {config.most}; raise most, let rare "
+                f"data.prepare, step 'vocabulary': column {name!r} has {len(counts)} values and most is {config.most}; raise "
+                f"most, let rare "
                 "values be 0 with cut = true, or take the step hash"
             )
         ordered = sorted(counts, key=lambda token: (-counts[token], str(token).encode()))
@@ -117,7 +119,8 @@ def apply_date(table: Table, config: DateConfig, state: StepState) -> Table:
         column = table[name]
         if column.field.is_ragged or column.field.dtype.kind != "M":
             raise RequestError(
-                f"data.prepare, step 'date': column {name!r} is {column.field.kind}; say its type with data.types = {{ {name} = \"time\" }}"
+                f"data.prepare, step 'date': column {name!r} is {column.field.kind}; say its type with data.types = "
+                f'{{ {name} = "time" }}'
             )
         for part in config.parts:
             made[f"{name}_{part}"] = numbers(f"{name}_{part}", _part(column.values, part), column.valid)

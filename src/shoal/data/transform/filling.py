@@ -1,4 +1,4 @@
-"""The step ``fill``: missing values by a constant, the training rows' mean, median or mode, the row before, neighbours or a model."""
+"""The step ``fill``: missing values by a constant, a mean, median or mode, the row before, neighbours or a model."""
 
 from typing import Any
 
@@ -50,7 +50,8 @@ def _simple(column: Column, config: FillConfig) -> Any:
         if config.how == "forward":
             return config.value
         raise RequestError(
-            f"data.prepare, step 'fill': column {column.field.name!r} has no value in the {len(column)} training rows, so nothing can "
+            f"data.prepare, step 'fill': column {column.field.name!r} has no value in the {len(column)} training rows, so "
+            f"nothing can "
             "be fitted; leave it out, or fill it with a constant"
         )
     if config.how == "forward":
@@ -106,7 +107,8 @@ def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
         valid = source >= 0
         if not valid.all() and (value is None and config.value is None):
             raise RequestError(
-                f"data.prepare, step 'fill': column {name!r} has no value before row {int(np.flatnonzero(~valid)[0]) + 1}; say value"
+                f"data.prepare, step 'fill': column {name!r} has no value before row {int(np.flatnonzero(~valid)[0]) + 1}; say "
+                f"value"
             )
         value = value if config.value is None else config.value
     if column.field.kind == TEXT:
@@ -125,7 +127,8 @@ def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
 
 
 def _from_neighbours(values: Matrix, valid: Mask, state: StepState, neighbours: int) -> Matrix:
-    """The mean of the nearest training rows that have the value; distances are over what both rows have, scaled up to all columns."""
+    """The mean of the nearest training rows that have the value; distances are over what both rows have, scaled up to all
+    columns."""
     rows, known = state.arrays["rows"], state.arrays["valid"].astype(np.bool_)
     filled = np.where(valid, values, state.arrays["mean"])
     lacking = np.flatnonzero(~valid.all(axis=1))

@@ -40,7 +40,8 @@ def matrix_of(
     if wrong.any():
         row, place = (int(found[0]) for found in np.nonzero(wrong))
         raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has {values[row, place]} in row {row + 1}, which is no missing "
+            f"data.prepare, step {step!r}: column {names[place]!r} has {values[row, place]} in row {row + 1}, which is no "
+            f"missing "
             'value; write a step "fill" with nan = true before, or filter such rows'
         )
     return np.where(valid, values, 0.0), valid
@@ -56,7 +57,8 @@ def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:
     if lost.any():
         place = int(np.flatnonzero(lost)[0])
         raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has {int(lost[place])} missing values; fill them in a step before"
+            f"data.prepare, step {step!r}: column {names[place]!r} has {int(lost[place])} missing values; fill them in a "
+            f"step before"
         )
 
 
@@ -70,7 +72,8 @@ def need_some(valid: Mask, names: Sequence[str], *, step: str) -> None:
     if len(valid) == 0 or (count == 0).any():
         place = int(np.flatnonzero(count == 0)[0])
         raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has no value in the {len(valid)} training rows, so nothing can be "
+            f"data.prepare, step {step!r}: column {names[place]!r} has no value in the {len(valid)} training rows, so "
+            f"nothing can be "
             "fitted; leave it out, or fill it with a constant"
         )
 

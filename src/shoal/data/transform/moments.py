@@ -1,7 +1,8 @@
 """Counts, means and squared deviations of rows, made per block and merged in one tree: the same bits for any number of shards.
 
-Floating-point sums depend on their order. Every block of ``BLOCK`` training rows is therefore summed by itself, whoever does it, and blocks
-are merged by Chan's rule (Chan, Golub and LeVeque, 1979) in a binary tree over their numbers, whoever made them.
+Floating-point sums depend on their order. Every block of ``BLOCK`` training rows is therefore summed by itself, whoever
+does it, and blocks are merged by Chan's rule (Chan, Golub and LeVeque, 1979) in a binary tree over their numbers, whoever
+made them.
 """
 
 from collections.abc import Callable, Sequence

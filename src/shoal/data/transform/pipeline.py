@@ -54,7 +54,8 @@ def fit_steps(table: Table, rows: Codes, steps: Sequence[AnyStep], *, train_dige
     digest = digest_rows(rows)
     if digest != train_digest or len(rows) != len(table):
         raise RunError(
-            f"a fit was asked for on {len(rows)} rows with the digest {digest[:12]}, and the training side has {train_digest[:12]}: "
+            f"a fit was asked for on {len(rows)} rows with the digest {digest[:12]}, and the training side has "
+            f"{train_digest[:12]}: "
             "transforms are fitted on training rows only"
         )
     states = []
