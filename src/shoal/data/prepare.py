@@ -22,6 +22,7 @@ from shoal.data.partition.certificate import CutCertificate
 from shoal.data.partition.cut import NAMES, columns_of, cut_table
 from shoal.data.spec import DataSpec
 from shoal.data.table import Column, Schema, Table, concat_tables
+from shoal.data.transform.config import DateConfig, KmeansConfig, PcaConfig
 from shoal.data.transform.pipeline import apply_steps, fit_steps
 from shoal.data.transform.state import JSON_NAME, Fitted, load_fitted
 
@@ -72,6 +73,7 @@ def open_rows(config: TableConfig) -> Opened:
     )
     opened = open_data(config.path, format=config.format, pattern=config.pattern, where=config.where, options=options)
     wanted = _mentioned(config, opened)
+    _refuse_unknown(wanted, config, opened.schema)
     fields = tuple(field for field in opened.schema.fields if field.name in wanted)
     if not fields:
         raise RequestError(f"data.inputs names no column of {config.path}; it has {', '.join(opened.schema.names)}")
@@ -87,6 +89,21 @@ def _mentioned(config: TableConfig, opened: Opened) -> set[str]:
     for step in config.prepare:
         names |= set(step.columns)
     return names
+
+
+def _refuse_unknown(wanted: set[str], config: TableConfig, schema: Schema) -> None:
+    """Refuse columns that are neither in the files nor made by a step."""
+    made = set()
+    for step in config.prepare:
+        made |= {step.to} if isinstance(step, PcaConfig | KmeansConfig) else set()
+        made |= (
+            {f"{name}_{part}" for name in step.columns for part in step.parts}
+            if isinstance(step, DateConfig)
+            else set()
+        )
+    for name in sorted(wanted - made - set(schema.names)):
+        near = did_you_mean(name, (*schema.names, *made))
+        raise RequestError(f"data: there is no column {name!r} in {config.path}, and no step makes it; {near}")
 
 
 def _targets_of(config: TableConfig) -> tuple[str, ...]:

@@ -50,7 +50,9 @@ def split(
     from shoal.data.table import concat_tables
 
     if validation + test >= 1:
-        raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing for training; make their sum less than 1")
+        raise RequestError(
+            f"--validation {validation:g} and --test {test:g} leave nothing for training; make their sum less than 1"
+        )
     tables = {"by": by, "key": key, "split_heavy": split_heavy, "backwards": "sort" if sort else "refuse"}
     tables["gap"] = float(gap) if gap.replace(".", "", 1).isdigit() else gap
     config = validate(CutConfig, tables, origin="shoal data split")

@@ -21,7 +21,16 @@ def stats(source: _Source, format: _Format = None, json_file: JsonFile = None) -
     found = describe_tables(opened.schema, opened.tables())
     print(f"{source}: {found.num_rows} rows in {len(opened.files)} {opened.format} file(s)")
     rows = [
-        (one.name, one.kind, one.missing, one.nan or "", _say(one.least), _say(one.most), _say(one.mean), _say(one.deviation))
+        (
+            one.name,
+            one.kind,
+            one.missing,
+            one.nan or "",
+            _say(one.least),
+            _say(one.most),
+            _say(one.mean),
+            _say(one.deviation),
+        )
         for one in found.columns
     ]
     print_table(("column", "type", "missing", "nan", "least", "most", "mean", "deviation"), rows)
