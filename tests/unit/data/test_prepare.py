@@ -1,4 +1,4 @@
-"""``source = "table"``: what becomes a tensor, what is refused, and that every split is prepared by what the training rows taught."""
+"""``source = "table"``: what becomes a tensor, what is refused, and that held-out rows are prepared as training rows were."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_unknown_labels(path):
     settings = {"inputs": ["a"], "target": "label", "cut": {"by": "time", "key": "amount", "backwards": "sort"}}
     path.write_text(path.read_text().replace("w0,never,0,", "w0,never,999,"))
     with pytest.raises(
-        RequestError, match="test split of .* has 1 rows with labels of 'label' that no training row has, 'never'"
+        RequestError, match=r"test split of .* has 1 rows with labels of 'label' that no training row has, 'never'"
     ):
         prepare_rows(config_of(path, **settings))
     counted = build_splits(config_of(path, **settings, labels={"unknown": "count"}), seed=0)

@@ -32,11 +32,11 @@ def fit(table: Table, config: FillConfig, shards: int) -> StepState:
     values, valid = matrix_of(table, config.columns, step="fill", nan_is_missing=config.nan)
     need_some(valid, config.columns, step="fill")
     if config.how == "mean":
-        return StepState(arrays={"values": moments_of(values, valid, shards).mean})
+        return StepState(arrays={"values": moments_of(values, valid, shards, only="mean").mean})
     if config.how == "median":
         found = [quantiles_of([values[valid[:, place], place]], (0.5,))[0] for place in range(len(config.columns))]
         return StepState(arrays={"values": np.array(found)})
-    mean = moments_of(values, valid, shards).mean
+    mean = moments_of(values, valid, shards, only="mean").mean
     if config.how == "neighbours":
         kept = slice(0, _MOST_NEIGHBOURS)
         return StepState(arrays={"mean": mean, "rows": values[kept], "valid": valid[kept]})

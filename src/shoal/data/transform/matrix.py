@@ -31,20 +31,27 @@ def matrix_of(
             raise RequestError(
                 f"data.prepare, step {step!r}: column {name!r} is {_say(field)}, and the step needs one number per row"
             )
-    columns = [table[name] for name in names]
-    values = np.stack([column.values.astype(np.float64) for column in columns], axis=1)
-    valid = np.stack([valid_of(column) for column in columns], axis=1)
-    if nan_is_missing:
-        valid = valid & ~np.isnan(values)
-    wrong = valid & ~np.isfinite(values)
-    if wrong.any():
-        row, place = (int(found[0]) for found in np.nonzero(wrong))
-        raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has {values[row, place]} in row {row + 1}, which is no "
-            f"missing "
-            'value; write a step "fill" with nan = true before, or filter such rows'
-        )
-    return np.where(valid, values, 0.0), valid
+    # Columns lie whole behind one another, as they do in the table.
+    values = np.empty((len(names), table.num_rows))
+    valid = np.ones((len(names), table.num_rows), np.bool_)
+    for place, name in enumerate(names):
+        column = table[name]
+        values[place] = column.values
+        if column.valid is not None:
+            valid[place] = column.valid
+        if not np.isfinite(values[place]).all():
+            if nan_is_missing:
+                valid[place] &= ~np.isnan(values[place])
+            wrong = np.flatnonzero(valid[place] & ~np.isfinite(values[place]))
+            if len(wrong):
+                raise RequestError(
+                    f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {wrong[0] + 1}, "
+                    f"which is no "
+                    'missing value; write a step "fill" with nan = true before, or filter such rows'
+                )
+        if column.valid is not None or nan_is_missing:
+            values[place][~valid[place]] = 0.0
+    return values.T, valid.T
 
 
 def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:

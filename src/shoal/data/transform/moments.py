@@ -8,7 +8,7 @@ made them.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 BLOCK = 4096
 """Rows of one block. Another number gives other bits."""
 Matrix = NDArray[np.float64]
+Wanted = Literal["all", "mean", "range"]
 Result = TypeVar("Result")
 
 
@@ -75,22 +76,39 @@ def merge_tree(parts: Sequence[Result], merge: Callable[[Result, Result], Result
     return level[0]
 
 
-def moments_of(values: Matrix, valid: NDArray[np.bool_], shards: int = 1) -> Moments:
-    """Of the columns of a matrix, by the values that are there."""
-    return merge_tree(map_blocks(lambda rows: _block(values[rows], valid[rows]), len(values), shards), merge_moments)
+def moments_of(values: Matrix, valid: NDArray[np.bool_], shards: int = 1, *, only: Wanted = "all") -> Moments:
+    """Of the columns of a matrix, by the values that are there.
+
+    Args:
+        values: (rows, columns); what stands where a value is missing does not matter.
+        valid: where values are.
+        shards: blocks at work at a time.
+        only: the mean, or the range; what is not asked for is NaN.
+    """
+    return merge_tree(
+        map_blocks(lambda rows: _block(values[rows], valid[rows], only), len(values), shards), merge_moments
+    )
 
 
-def _block(values: Matrix, valid: NDArray[np.bool_]) -> Moments:
+def _block(values: Matrix, valid: NDArray[np.bool_], only: Wanted = "all") -> Moments:
     # Column by column in memory, so that a column's sum does not depend on which others stand beside it.
     columns, is_there = np.ascontiguousarray(values.T), np.ascontiguousarray(valid.T)
+    is_whole = bool(is_there.all())
     count = is_there.sum(axis=1).astype(np.float64)
     some = np.maximum(count, 1)
-    mean = np.where(is_there, columns, 0.0).sum(axis=1) / some
-    apart = np.where(is_there, columns - mean[:, None], 0.0)
-    # What the mean is off by its rounding is taken out again.
-    m2 = (apart * apart).sum(axis=1) - apart.sum(axis=1) ** 2 / some
-    least = np.where(is_there, columns, np.inf).min(axis=1)
-    most = np.where(is_there, columns, -np.inf).max(axis=1)
+    unknown = np.full(len(columns), np.nan)
+    mean = m2 = least = most = unknown
+    if only != "range":
+        mean = (columns if is_whole else np.where(is_there, columns, 0.0)).sum(axis=1) / some
+    if only == "all":
+        apart = columns - mean[:, None]
+        if not is_whole:
+            apart = np.where(is_there, apart, 0.0)
+        # What the mean is off by its rounding is taken out again.
+        m2 = (apart * apart).sum(axis=1) - apart.sum(axis=1) ** 2 / some
+    if only != "mean":
+        least = (columns if is_whole else np.where(is_there, columns, np.inf)).min(axis=1)
+        most = (columns if is_whole else np.where(is_there, columns, -np.inf)).max(axis=1)
     return Moments(count=count, mean=mean, m2=m2, least=least, most=most)
 
 

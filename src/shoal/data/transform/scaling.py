@@ -25,7 +25,7 @@ def fit(table: Table, config: ScaleConfig, shards: int) -> StepState:
         quartiles = np.array(found)
         centre, width = quartiles[:, 1], quartiles[:, 2] - quartiles[:, 0]
     else:
-        moments = moments_of(values, valid, shards)
+        moments = moments_of(values, valid, shards, only="range" if config.how == "minmax" else "all")
         if config.how == "minmax":
             centre, width = moments.least, moments.most - moments.least
         else:
