@@ -1,6 +1,6 @@
-"""The data room: what caches hit, and what reading a store costs.
+"""The data room: what caches hit, what fitting costs, and what reading a store costs.
 
-python benchmarks/data/main.py [--only caches|stores]
+python benchmarks/data/main.py [--only caches|fit|stores]
 """
 
 import argparse
@@ -10,9 +10,14 @@ from datetime import date
 from pathlib import Path
 
 from caches import measure_caches
+from fit import measure_fit
 from stores import measure_stores
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches, "stores": measure_stores}
+PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "caches": measure_caches,
+    "fit": measure_fit,
+    "stores": measure_stores,
+}
 
 
 def main() -> None:
