@@ -1,6 +1,6 @@
-"""The data room: what caches hit.
+"""The data room: what caches hit, how orders mix.
 
-python benchmarks/data/main.py [--only caches]
+python benchmarks/data/main.py [--only caches|order]
 """
 
 import argparse
@@ -10,8 +10,9 @@ from datetime import date
 from pathlib import Path
 
 from caches import measure_caches
+from orders import measure_orders
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches}
+PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches, "order": measure_orders}
 
 
 def main() -> None:
