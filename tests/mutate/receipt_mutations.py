@@ -48,7 +48,7 @@ RECEIPTS = [
     Mutation(
         promise=GROWS,
         what="a run that goes on in the middle of an epoch has another version",
-        file="src/shoal/trainer/following.py",
+        file="src/shoal/engine/batches/growing.py",
         old="            self._source.grow(version)",
         new="            self._source.grow(self._source.newest_version())",
         test="tests/multiproc/test_growing_data.py::test_a_version_is_taken_up_by_all_ranks_and_a_resume_keeps_that_of_its_epoch",
