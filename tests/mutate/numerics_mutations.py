@@ -18,7 +18,7 @@ MEAN = "the mean is over the global batch"
 NOT_A_MEAN = "a loss that is not the mean over its items"
 SAME_DATA = "all ranks and all processes with parameter servers read the same data"
 CHAIN = "resuming on other numbers of processes"
-FAMILIES = "46 models, 17 families of `transformers`"
+FAMILIES = "47 models, 17 families of `transformers`"
 DRAWS = "initial weights and dropout masks"
 RESUME = "resuming ends in the same weights"
 COMPRESSED = "`compress` gives the bits of one process"
@@ -64,6 +64,15 @@ NUMERICS = [
         new="            pass\n",
         test="tests/multiproc/test_island_flights.py::test_an_island_that_does_not_come_is_named_with_the_round",
         seconds=20,
+    ),
+    Mutation(
+        promise=ISLANDS,
+        what="ranks of an island code blocks that a shard's cut divides, each its own part",
+        file="src/shoal/replicas/shards.py",
+        old="        if not self._is_cut:\n            return\n",
+        new="        if True:\n            return\n",
+        test="tests/parity/test_islands.py::test_islands_equal_one_process_that_plays_them_all[2]",
+        seconds=40,
     ),
     Mutation(
         promise=ISLANDS,
