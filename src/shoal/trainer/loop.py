@@ -108,8 +108,7 @@ class Trainer:
         self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas, compression)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
-        deadline = (elastic or ProcessConfig()).collective_deadline
-        telemetry = telemetry or TelemetryConfig()
+        deadline, telemetry = (elastic or ProcessConfig()).collective_deadline, telemetry or TelemetryConfig()
         self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
         self.world = world or join_world(
             read_place(os.environ if environment is None else environment), deadline_seconds=deadline
@@ -187,9 +186,8 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one. All ranks call it together."""
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            self.reporter.tell(*filter(None, [self.engine.restored()]))
             self.progress, said = went_on(restored.progress, self.engine.asynchronous)
-            self.reporter.tell(*filter(None, [said]))
+            self.reporter.tell(*filter(None, [self.engine.restored(), said]))
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
             self.recall()
         else:
