@@ -27,6 +27,7 @@ from shoal.data.loading.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.batches.growing import DataVersions
 from shoal.engine.batches.loading import RoundBatches
 from shoal.engine.batches.schedule import batch_at
 from shoal.engine.callbacks.build import cache_reports, early_stopping
@@ -57,7 +58,6 @@ from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
-from shoal.trainer.following import Follower
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
 from shoal.trainer.samedata import SameData
@@ -108,8 +108,7 @@ class Trainer:
         self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas, compression)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
-        deadline = (elastic or ProcessConfig()).collective_deadline
-        telemetry = telemetry or TelemetryConfig()
+        deadline, telemetry = (elastic or ProcessConfig()).collective_deadline, telemetry or TelemetryConfig()
         self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
         self.world = world or join_world(
             read_place(os.environ if environment is None else environment), deadline_seconds=deadline
@@ -140,7 +139,7 @@ class Trainer:
             first_scale = self.engine.precision.first_loss_scale
             self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
             self.receipt = self.persistence.open_receipt(data.train, lambda: self.boundaries.is_kept)
-            self.follower = Follower(data.train, self.world, self.receipt, self.reporter.event)
+            self.versions = DataVersions(data.train, self.world, self.receipt, self.reporter.event)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
             if not recovers:  # Or whoever builds it gives it the state to go on from.
@@ -189,9 +188,8 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one. All ranks call it together."""
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            self.reporter.tell(*filter(None, [self.engine.restored()]))
             self.progress, said = went_on(restored.progress, self.engine.asynchronous)
-            self.reporter.tell(*filter(None, [said]))
+            self.reporter.tell(*filter(None, [self.engine.restored(), said]))
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
             self.recall()
         else:
@@ -200,7 +198,7 @@ class Trainer:
     def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
-        self.follower.go_on(self.progress)
+        self.versions.go_on(self.progress.position)
         self.reporter.warn(*filter(None, [self.receipt.take_up(self.progress.receipt, self.progress.position)]))
         self._heed()
 
@@ -253,9 +251,9 @@ class Trainer:
             if (was_taken := self.boundaries.unsettled) is not None:
                 self._after_step(self.progress.step, is_taken=was_taken)
             while self.progress.step < self.total_steps and self.stopped_by is None:
-                if (grown := self.follower.look(self.progress)) is not None:
-                    self.progress = grown
-                    loader.move(grown.position)
+                if (grown := self.versions.look(self.progress.position)) is not None:
+                    self.progress = replace(self.progress, position=grown)
+                    loader.move(grown)
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
                 if self.engine.asynchronous is None:
