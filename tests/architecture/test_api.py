@@ -36,6 +36,7 @@ def test_every_name_is_documented(maker):
         assert inspect.getdoc(thing), name
         if inspect.isclass(thing):
             bare = [member for member, value in maker._public(thing) if not inspect.getdoc(value)]
+            bare += [field for field, (_, text) in dict(maker._fields(thing)).items() if not text]
             assert not bare, (name, bare)
         else:
             text = inspect.getdoc(thing)

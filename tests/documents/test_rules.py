@@ -1,5 +1,7 @@
 """Rules of documents: every block has a language, few are not run and each says why, and the translation is of this README."""
 
+import re
+
 import pytest
 
 from support.documents.blocks import LANGUAGES, Block, Command, missing_lines, read_blocks, read_commands
@@ -55,6 +57,21 @@ def test_the_translation_has_the_commands_and_the_code_of_the_readme():
     assert [(block.language, block.notes, _code(block)) for block in original] == [
         (block.language, block.notes, _code(block)) for block in translated
     ]
+
+
+def test_the_translation_names_the_same_commands_and_pages():
+    """What both READMEs have in any language: the commands of the table, and where links lead."""
+    for pattern in (r"^\| (`[^|]*(?:\\\|[^|]*)*) \|", r"\]\(([^)]+)\)"):
+        original, translated = (_found(pattern, name) for name in ("README.md", "README.zh.md"))
+        assert original == translated, pattern
+
+
+def _found(pattern: str, name: str) -> list[str]:
+    """What a README's text has of a pattern, sorted, without its blocks, its tree and the links between the two."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(pattern, text, re.MULTILINE)
+    own = ("README.md", "README.zh.md", "README.md#the-tree")
+    return sorted(one.replace("、", ", ").replace("`, `", " ") for one in found if one not in own)
 
 
 def test_the_port_that_is_shown_is_the_one_in_the_examples():

@@ -99,19 +99,25 @@ BY_FORM = (
     Family("MLP", "plain:mlp", "images"),
     Family("T5, dict batch", "hugging_face:t5_by_name", "named_translations"),
     Family("Whisper, dict batch", "hugging_face:whisper_by_name", "named_speech"),
+    Family("LoRA of `peft` on Llama", "hugging_face:llama_with_lora", "next_tokens"),
 )
-"""Losses over the global batch, and batches that are dicts, with the loss in the model's output for T5 and Whisper."""
+"""Losses over the global batch, batches that are dicts, with the loss in the model's output for T5 and Whisper, and adapters."""
+GAN = "GAN, two models in one loop"
+"""A row that no recipe makes: ``gan.py`` proves it."""
 EVERY = (*HUGGING_FACE, *PLAIN, *MORE, *BY_FORM)
 ASKED = (
     ("a script of twenty lines: an MLP", "MLP"),
-    ("GAN", None),
+    ("GAN", GAN),
     ("CLIP-like, contrastive over the global batch", "CLIP-like, over the global batch"),
     ("U-Net", "U-Net"),
     ("DLRM with several embedding tables and a dict batch", "DLRM, dict batch"),
     ("LSTM language model", "LSTM"),
     ("ViT", "ViT of one's own"),
     ("ResNet with batch norm", "ResNet"),
-    ("T5 of `transformers`", "T5"),
-    ("Whisper of `transformers`", "Whisper"),
+    ("T5 of `transformers`, inputs by position", "T5"),
+    ("T5 of `transformers`, a dict batch and its own loss", "T5, dict batch"),
+    ("Whisper of `transformers`, inputs by position", "Whisper"),
+    ("Whisper of `transformers`, a dict batch and its own loss", "Whisper, dict batch"),
+    ("LoRA of `peft` on a Llama of `transformers`", "LoRA of `peft` on Llama"),
 )
-"""The families of docs/families.md by their names in the catalogue; the GAN is a loop of its own (``gan.py``)."""
+"""The families of docs/families.md by their names in the catalogue."""

@@ -4,6 +4,7 @@ Only sizes differ from what a config gives by itself, and two kinds of dropout, 
 refuses it, and of whole layers (Swin), which is not drawn by key.
 """
 
+import peft
 import transformers
 from torch import nn
 
@@ -65,6 +66,12 @@ def opt():
 
 def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GROUPED))
+
+
+def llama_with_lora():
+    """Adapters of ``peft`` as its documentation adds them, with dropout of their own."""
+    adapters = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(llama(), adapters)
 
 
 def mistral():

@@ -4,8 +4,7 @@
     python -m families.sweep --only BERT --only DLRM --plan tp=2 --print
 
 What is measured is kept in ``results.json``; the tables in ``docs/guides/models.md``, with every model, and
-``docs/families.md``, with one of each kind, are made of it. Of the GAN, which needs a loop of its own, ``test_gan.py`` is the
-proof.
+``docs/families.md``, with one of each kind, are made of it. The GAN needs a loop of its own: ``gan.py`` proves it.
 """
 
 import argparse
@@ -24,8 +23,6 @@ RESULTS = TESTS / "families" / "results.json"
 GUIDE = TESTS.parent / "docs" / "guides" / "models.md"
 PAGE = TESTS.parent / "docs" / "families.md"
 BEGIN, END = "<!-- begin: written by tests/families/sweep.py -->", "<!-- end -->"
-GAN_CELLS = dict.fromkeys(("dp=2", "dp=2 zero=3"), "proven, bitwise")
-"""Two models in one loop; what ``test_gan.py`` proves at every run of the tests."""
 FIELDS = ("status", "reason", "dtype", "bitwise", "worst", "predicted")
 
 
@@ -112,8 +109,7 @@ def short_table(results: dict[str, dict[str, list[dict]]]) -> str:
 
     lines = [f"| model | {' | '.join(f'`{plan}`' for plan in PLANS)} |", f"|{'---|' * (len(PLANS) + 1)}"]
     for called, name in ASKED:
-        cells = GAN_CELLS if name is None else {plan: cell(results[name][plan]) for plan in PLANS}
-        lines.append(f"| {called} | {' | '.join(cells.get(plan, 'not tried') for plan in PLANS)} |")
+        lines.append(f"| {called} | {' | '.join(cell(results[name][plan]) for plan in PLANS)} |")
     return "\n".join(lines)
 
 
@@ -127,7 +123,8 @@ def between_markers(text: str, made: str) -> str:
 
 def main() -> None:
     """Run the sweep."""
-    from families.catalogue import EVERY, PLANS
+    from families import gan
+    from families.catalogue import EVERY, GAN, PLANS
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="these models; the others stay")
@@ -144,12 +141,15 @@ def main() -> None:
     for name, plan, rows in prove(cells) if cells else ():
         print(f"{time.strftime('%H:%M:%S')} {name:20} {plan:12} {cell(rows)}", file=sys.stderr, flush=True)
         kept.setdefault(name, {})[plan] = rows
+    if not asked.table and GAN in (asked.only or [GAN]):
+        kept[GAN] = gan.prove()
+        print(*(f"{GAN:20} {plan:12} {cell(rows)}" for plan, rows in kept[GAN].items()), sep="\n", file=sys.stderr)
     if asked.prints:
         return
     ordered = {
-        family.name: {plan: kept[family.name][plan] for plan in PLANS if plan in kept[family.name]}
-        for family in EVERY
-        if family.name in kept
+        name: {plan: kept[name][plan] for plan in PLANS if plan in kept[name]}
+        for name in (*(family.name for family in EVERY), GAN)
+        if name in kept
     }
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
     GUIDE.write_text(between_markers(GUIDE.read_text(), table(ordered)))

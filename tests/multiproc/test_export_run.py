@@ -72,6 +72,16 @@ class Pairs:
 
 def loss(output, targets):
     return nn.functional.cross_entropy(output["logits"], targets)
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, **sizes))
+
+class Texts(Pairs):
+    def __getitem__(self, number):
+        tokens = (torch.arange(6) + number) % 32
+        return {"input_ids": tokens, "labels": tokens}
 """
 
 
@@ -86,3 +96,24 @@ def test_a_model_with_keywords_and_dicts_is_exported_too(shoal, tmp_path):
     for format in ("torch-export", "onnx"):
         shoal.run("ckpt", "export", "run", "--to", format, "--format", format, "--json", f"{format}.json")
         assert json.loads((tmp_path / f"{format}.json").read_text())["errors"][format] < 1e-5
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "onnx" / "model.onnx")
+    assert [one.name for one in session.get_inputs()] == ["scale", "x"]
+
+
+@pytest.mark.soak
+def test_who_runs_a_model_of_transformers_needs_no_labels(shoal, tmp_path):
+    pytest.importorskip("transformers")
+    runtime = pytest.importorskip("onnxruntime")
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "own.toml").write_text(
+        '[model]\nbuild = "parts:llama"\n[data]\nbuild = "parts:Texts"\n[train]\nsteps = 2\nglobal_batch = 8\n'
+    )
+    shoal.run("train", "own.toml", "--plan", "dp=2", "--run-dir", "run")
+    for format in ("torch-export", "onnx"):
+        shoal.run("ckpt", "export", "run", "--to", format, "--format", format)
+    tokens = torch.arange(6).repeat(3, 1)
+    session = runtime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    assert [one.name for one in session.get_inputs()] == ["input_ids"]
+    (scores,) = session.run(["logits"], {"input_ids": tokens.numpy()})
+    program = torch.export.load(tmp_path / "torch-export" / "model.pt2").module()
+    assert torch.allclose(torch.from_numpy(scores), program(tokens), atol=1e-5)

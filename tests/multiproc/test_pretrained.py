@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import shoal
 from shoal.checkpoint.foreign import ForeignWeights
 from shoal.core.plan import Plan
+from shoal.models.losses import cross_entropy
 from shoal.testing.parity import assert_close
 from shoal.testing.ranks import run_on_ranks
 from shoal.trainer.build import build_parts, load_init
@@ -117,6 +119,76 @@ def test_each_rank_reads_its_own_part_of_a_folder_and_groups_are_those_of_one_pr
         # Columns of a matrix are read with the rows that they lie in, one matrix at a time.
         most = 4 * numel - 1 if plan == "tp=2" else None
         assert all(rank["read"] <= (most or 4 * rank["held"]) for rank in both), "a rank reads what it holds"
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [["dp=2 zero=3", "tp=2"], pytest.param(["dp=2", "dp=2 zero=1", *PLANS[4:]], marks=pytest.mark.soak)],
+    ids=len,
+)
+def test_adapters_of_peft_on_weights_from_a_folder_are_those_of_one_process(tmp_path, plans):
+    """``model.lora`` with dropout of its own; what is not an adapter keeps every bit that was loaded."""
+    pytest.importorskip("peft")
+    given = write_folder(tmp_path)
+    recipe = recipe_of({"init": {"path": str(tmp_path), "prefix": "model."}, "lora": LORA})
+    one = alone(recipe)
+    adapters = {name for name in one["last"] if "lora_" in name}
+    assert adapters and all(name in adapters for name in one["last"] if name not in one["frozen"])
+    moved = [name for name in adapters if not torch.equal(one["last"][name], one["first"][name])]
+    assert set(moved) == adapters, "all of them learn, and nothing else"
+    for rank, found in enumerate(run_on_ranks(train, 2, recipe, plans, deadline_seconds=120)):
+        for plan, result in zip(plans, found, strict=True):
+            assert_close(one["first"], result["first"], bound=0.0)
+            trained = sum(one["last"][name].numel() for name in adapters)
+            assert result["state"] < 3 * trained, "frozen weights have no optimizer state"
+            if rank == 0:
+                assert_close(one["last"], result["last"], bound=1e-5 if plan == "tp=2" else 1e-6)
+                for name in one["last"].keys() - adapters:
+                    assert torch.equal(result["last"][name], given[name.replace(".base_layer.", ".")]), name
+
+
+def tune_by_script(world, folder, plans):
+    """Weights that a script loads after it set its model up, what this rank read of them, and the weights two steps later."""
+    found = []
+    for plan in plans:
+        read = []
+        plain = ForeignWeights.read_spans
+
+        def watched(self, file, spans, plain=plain, read=read):
+            read.append(sum(span.end - span.start for span in spans))
+            return plain(self, file, spans)
+
+        with shoal.Run(plan=plan, world=world) as run:
+            model, _, data = build_parts(Recipe.model_validate(RECIPE), loads=False)
+            loader = run.loader(data, global_batch=8)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            model, optimizer = run.setup(model, optimizer, loss=cross_entropy)
+            ForeignWeights.read_spans = watched
+            told = shoal.load_weights(model, folder, prefix="model.", skip="head.*", strict=False)
+            ForeignWeights.read_spans = plain
+            first = {name: one.clone() for name, one in run.state_dict().items()}
+            held = sum(shard.tensor.numel() for shard in run.state_dict(whole=False).values())
+            for batch in loader.steps(2):
+                run.step(batch)
+            found.append((first, run.state_dict(), sum(read), held, sorted(told.loaded)))
+    return found
+
+
+def test_a_script_loads_its_part_of_a_folder_after_it_set_its_model_up(tmp_path):
+    given = write_folder(tmp_path)
+    ((first, last, _, _, names),) = tune_by_script(None, str(tmp_path), ["dp=1"])
+    assert names == sorted(name for name in given if not name.startswith("head."))
+    assert all(torch.equal(first[name], given[name]) for name in names)
+    assert not any(
+        torch.equal(first[name], given[name]) for name in given if name.startswith("head.") and "bias" not in name
+    )
+    plans = ["dp=2 zero=3", "pp=2 microbatches=2", "tp=2"]
+    for rank in run_on_ranks(tune_by_script, 2, str(tmp_path), plans, deadline_seconds=120):
+        for plan, (loaded, tuned, read, held, told) in zip(plans, rank, strict=True):
+            assert_close(first, loaded, bound=0.0)
+            assert_close(last, tuned, bound=1e-5 if plan == "tp=2" else 1e-6)
+            assert plan == "tp=2" or 0 < read <= 4 * held, "a rank reads what it holds"
+            assert set(told) <= set(names)
 
 
 @pytest.mark.soak

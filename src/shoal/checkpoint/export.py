@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,16 @@ def write_program(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: 
     return path
 
 
-def write_onnx(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Path) -> Path:
+def write_onnx(
+    model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Path, *, names: Sequence[str] | None = None
+) -> Path:
     """Write ``model.onnx``, in which the number of samples is free.
+
+    Args:
+        model: returns one tensor, which is called ``logits``.
+        example_inputs: what it is called with.
+        folder: where to; it exists.
+        names: of the inputs; torch's own when left out.
 
     Raises:
         RequestError: an extra is not installed.
@@ -163,7 +171,13 @@ def write_onnx(model: nn.Module, example_inputs: tuple[Tensor, ...], folder: Pat
             warnings.simplefilter("ignore")
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
             program = torch.onnx.export(
-                model, inputs, dynamo=True, dynamic_shapes=_for_forward(model, free), verbose=False
+                model,
+                inputs,
+                dynamo=True,
+                dynamic_shapes=_for_forward(model, free),
+                input_names=names,
+                output_names=["logits"],
+                verbose=False,
             )
         assert program is not None, "dynamo=True gives a program"
         data = onnx.ModelProto.SerializeToString(program.model_proto)

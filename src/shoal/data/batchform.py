@@ -200,6 +200,23 @@ class ModelInputs(tuple[Tensor, ...]):
         """Every tensor changed, the form kept."""
         return ModelInputs([change(tensor) for tensor in self], self.form)
 
+    def without_labels(self) -> "ModelInputs":
+        """The inputs of a batch that is one dict as they are when nobody knows its ``labels``; of another they are the same."""
+        if self.form is None or self.form.labels(self) is None:
+            return self
+        value = rebuild(self.form.inputs, self)
+        tensors: list[Tensor] = []
+        node = flatten({key: one for key, one in value.items() if key != "labels"}, tensors)
+        return ModelInputs(tensors, BatchForm(node, None))
+
+    def names(self, model: nn.Module) -> list[str]:
+        """What each tensor is called: by its key in the batch, else by the argument that it is of the model's forward pass."""
+        if self.form is not None:
+            found = {place: path for path, place in leaf_paths(self.form.inputs)}
+        else:
+            found = dict(enumerate(inspect.signature(model.forward).parameters))
+        return [found.get(place) or f"input_{place}" for place in range(len(self))]
+
 
 def arguments_of(model: nn.Module, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model is called with: by the form of ``ModelInputs``, else every input in its place."""

@@ -6,6 +6,7 @@ Two arguments of torch's have no place here: ``batch_size``, because ``global_ba
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from shoal.core.errors import RequestError
@@ -99,8 +100,8 @@ class LoaderOptions:
             ("window", 1),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise RequestError(f"{name} is {value}, and must be {least} or more")
+            if value is not None and (not isinstance(value, Real) or not float(value) >= least):
+                raise RequestError(f"{name} is {value!r}, and must be {least} or more")
 
     @property
     def prefetch(self) -> int:

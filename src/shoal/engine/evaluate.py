@@ -32,10 +32,15 @@ class Evaluation:
     """What a pass over a split found."""
 
     split: str
+    """What the samples are called in events, such as ``validation``."""
     loss: float
+    """The mean over all items of the split."""
     accuracy: float | None
+    """The share of right choices; None where targets are no classes."""
     samples: int
+    """How many there were, over all ranks."""
     seconds: float
+    """How long it took."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name: those that were asked for, and those of other weights, such as ``ema_loss``."""
 

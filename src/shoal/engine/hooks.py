@@ -47,7 +47,9 @@ class StepResult:
     """What a step found out; the same on every rank."""
 
     loss: float
+    """Of the global batch, before the update."""
     grad_norm: float
+    """Of the whole gradient over all ranks, before it was clipped."""
     is_finite: bool
     """Loss and gradient are finite."""
     is_taken: bool

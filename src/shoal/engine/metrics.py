@@ -15,7 +15,7 @@ sum however samples are shared out. A function of all outputs and all targets of
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ from torch import Tensor
 from shoal.comm.carry import sum_rounds
 from shoal.comm.mesh import Mesh
 from shoal.core.axes import Axis
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RequestError, RunError, did_you_mean
 from shoal.core.functions import call_own, load_function
-from shoal.engine.callback_config import Mode, is_own, is_shipped, metric_name
+from shoal.engine.callback_config import SHIPPED, Mode, is_own, is_shipped, metric_name
 from shoal.models.losses import IGNORED, flatten_scores, scores_of
 
 _COUNTS, _ROWS = 1, 2
@@ -38,6 +38,7 @@ class Metric:
     """A number of a split that is made of sums over its samples. Override ``measure`` and ``finish``."""
 
     name: str = "metric"
+    """By which it is known in results and in events."""
     mode: Mode = "max"
     """Whether a larger value is better, or a smaller one."""
 
@@ -146,6 +147,27 @@ class _Difference(Metric):
     def finish(self, sums: Sequence[float]) -> float:
         mean = sums[0] / max(1.0, sums[1])
         return mean if self.name == "mae" else math.sqrt(mean)
+
+
+def as_metrics(given: Iterable[object]) -> list[Metric]:
+    """Metrics as a script gives them: objects, and names of those that a recipe has in ``eval.metrics``.
+
+    Raises:
+        RequestError: one is neither; says what it is, and which names there are.
+    """
+    made: list[Metric] = []
+    for one in [given] if isinstance(given, str | Metric) else given:
+        if isinstance(one, str):
+            if not (is_shipped(one) or is_own(one)):
+                raise RequestError(f"there is no metric {one!r}; {did_you_mean(one, [*SHIPPED, 'top5'])}")
+            made.append(_build(one))
+        elif isinstance(one, Metric):
+            made.append(one)
+        else:
+            raise RequestError(
+                f"a metric is a name or an object such as shoal.GatheredMetric(function, name=...), and this is {one!r}"
+            )
+    return made
 
 
 def build_metrics(names: Sequence[str]) -> list[Metric]:

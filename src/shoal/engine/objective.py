@@ -52,6 +52,7 @@ class StepFunction:
     """
 
     function: Callable[[nn.Module, Any], torch.Tensor | Mapping[str, Any]]
+    """Of the model and a batch."""
 
     def read(self, found: Any) -> tuple[Any, dict[str, float]]:
         """The loss and the metrics of what the function returned.
@@ -282,7 +283,8 @@ class Objective(nn.Module):
                 raise
             called = getattr(step.function, "__qualname__", type(step.function).__name__)
             raise RunError(
-                f"the step {called} failed: {type(error).__name__}: {error}; its batch is {_describe(batch)}; --debug shows where"
+                f"the step {called} failed: {type(error).__name__}: {error}; its batch is {describe_value(batch)}; --debug shows "
+                "where"
             ) from error
         finally:
             if handle is not None:
@@ -317,7 +319,7 @@ class Objective(nn.Module):
         except Exception as error:  # It is the user's own, and may raise anything.
             if is_out_of_memory(error):
                 raise
-            sides = f"the model's output is {_describe(output)} and the targets are {_describe(targets)}"
+            sides = f"the model's output is {describe_value(output)} and the targets are {describe_value(targets)}"
             label = ""
             if microbatch is not None and isinstance(error, IndexError):
                 label = self._name_bad_label(output, microbatch)
@@ -330,7 +332,7 @@ class Objective(nn.Module):
         """A loss as one number that has a gradient, or zero by way of every layer where it has none."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise RunError(
-                f"the loss returned {_describe(loss)}; it must return one number as a tensor, the mean over its items"
+                f"the loss returned {describe_value(loss)}; it must return one number as a tensor, the mean over its items"
             )
         if loss.grad_fn is None and torch.is_grad_enabled():
             # One microbatch may well have nothing to learn from, such as one without a triplet; a whole run may not.
@@ -404,13 +406,14 @@ class Objective(nn.Module):
         return zero_of_parameters(self.model)
 
 
-def _describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """A value of the user's as a message shows it: shapes and types, and what is around them."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {', '.join(_describe(item) for item in value) or 'nothing'}"
+        return f"a {type(value).__name__} of {', '.join(describe_value(item) for item in value) or 'nothing'}"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of {', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}"
+        return f"a {type(value).__name__} of {', '.join(f'{key!r}: {describe_value(item)}' for key, item in value.items())}"
     return f"a {type(value).__name__}"
 
 

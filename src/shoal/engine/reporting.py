@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import World
+from shoal.core.errors import RequestError
 from shoal.core.events import (
     Evaluated,
     Event,
@@ -80,10 +81,16 @@ class Reporter:
             facts: settings that such programs show beside the numbers.
 
         Raises:
-            RequestError: the package of one is not installed.
+            RequestError: the package of one is not installed, or one cannot log.
         """
-        config = config or LogConfig()
+        config, own = config or LogConfig(), list(own)
         check_loggers(config)
+        for one in own:
+            if isinstance(one, type) or not callable(getattr(one, "log", None)):
+                raise RequestError(
+                    f"the logger {one!r} has no log(values, step) that can be called; give an object that has, or a name: "
+                    "tensorboard, mlflow, wandb"
+                )
         if self.run_dir is None:
             refuse_without_folder(config)
         if not self.world.is_first:

@@ -162,7 +162,9 @@ def refuse_other_state(own: RankState, saved_names: Iterable[str], *, origin: st
     weights = {name for name in saved if name.startswith("weights/")}
     for name in sorted(weights ^ own.all_weights):
         side = "the model has no such tensor" if name in weights else "the checkpoint has no such tensor"
-        raise RunError(f"{origin} does not fit the model: {name.removeprefix('weights/')!r}: {side}")
+        raise RunError(
+            f"{origin} does not fit the model: {name.removeprefix('weights/')!r}: {side}; resume with the model of the save"
+        )
     if not own.has_updates:
         return  # It cannot know which state its optimizer would have; the ranks that have rows do.
     own_keys = {name.rpartition("/")[2] for name in own.tensors if name.startswith("optimizer/")}

@@ -1,16 +1,43 @@
 """The loader of a script's own loop: every turn is one global step, every pass one epoch, and its place is in the checkpoint."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from shoal.comm.world import World
+from shoal.core.errors import RequestError, did_you_mean
 from shoal.data.loading.loader import StepBatch
 from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source
 from shoal.data.sources.iterable import is_iterable_only
-from shoal.data.sources.own import from_datasets, stream_splits
+from shoal.data.sources.own import from_dataset, stream_splits
 from shoal.engine.resolve import ResolvedPlan
+
+_ELSEWHERE = {
+    "batch_size": "global_batch= is the samples of a step over all replicas, on any number of processes",
+    "generator": "the order of samples is drawn by shoal.Run(seed=), the same on every process",
+}
+"""Arguments of torch's ``DataLoader`` that a loader of a run does not take, and what says the same."""
+
+
+def read_options(dataset: Any, options: Mapping[str, Any]) -> LoaderOptions:
+    """What ``run.loader`` was given beside the dataset and the size of a batch.
+
+    Raises:
+        RequestError: the dataset is a loader already, or an option is none.
+    """
+    if isinstance(dataset, DataLoader):
+        raise RequestError(
+            "run.loader takes the dataset and DataLoader's options, not a DataLoader; give loader.dataset"
+        )
+    known = [field.name for field in fields(LoaderOptions)]
+    for name in options:
+        if name not in known:
+            raise RequestError(f"run.loader has no {name!r}; {_ELSEWHERE.get(name) or did_you_mean(name, known)}")
+    return LoaderOptions(**options)
 
 
 def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:
@@ -31,7 +58,7 @@ def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:
     elif is_iterable_only(data):
         source = stream_splits(data, LoaderOptions(collate_fn=collate_fn), seed=0).train
     else:
-        source = from_datasets(data, collate_fn=collate_fn).train
+        source = from_dataset(data, collate_fn=collate_fn).train
     counted, own = getattr(getattr(first, "source", None), "collator", None), getattr(source, "collator", None)
     if counted is not None and own is not None:
         own.first_label_counts = counted.first_label_counts

@@ -81,9 +81,13 @@ class RunProcess:
     """What a rank knows of itself and of the others, whatever it trains."""
 
     world: World
+    """The processes: ``run.world.barrier()`` waits for all of them."""
     plan: Plan
+    """With all its degrees, once the run has begun."""
     stop: StopRequest
+    """This rank's request to stop: ``run.stop.request("reason")``."""
     status: str
+    """``completed``, or ``interrupted`` after a signal."""
     _former_handler: Any
     _status: RankStatus | None
 

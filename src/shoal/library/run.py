@@ -21,7 +21,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -29,22 +28,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.world import World, join_world
 from shoal.compression.config import CompressionConfig
 from shoal.core.config import validate
-from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError, did_you_mean
+from shoal.core.errors import EXIT_SIGINT, EXIT_SIGTERM, RequestError, RunError
 from shoal.core.events import RunEnded, StepDone
 from shoal.core.plan import Plan
 from shoal.data.loading.loader import StepBatch
-from shoal.data.options import LoaderOptions
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult
 from shoal.engine.meancheck import find_other_mean
-from shoal.engine.metrics import Metric
+from shoal.engine.metrics import Metric, as_metrics
 from shoal.engine.objective import StepFunction
 from shoal.engine.parallelize import parallelize
 from shoal.engine.reporting import Reporter
@@ -54,7 +51,7 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
-from shoal.library.loader import RunLoader, held_out
+from shoal.library.loader import RunLoader, held_out, read_options
 from shoal.library.process import IS_RUNNING, OPEN, open_run_dir, read_plan, refuse_replica_settings
 from shoal.library.saved import SavedRun
 from shoal.library.setups import (
@@ -62,6 +59,7 @@ from shoal.library.setups import (
     others_frozen,
     refuse_constant,
     refuse_detours,
+    refuse_functions,
     refuse_other_weights,
     refuse_sharing,
     sort_companions,
@@ -206,20 +204,13 @@ class Run(SavedRun):
         Raises:
             RequestError: the plan's replicas do not divide the batch, the dataset is none, or an option does not fit.
         """
-        if isinstance(dataset, DataLoader):
-            raise RequestError(
-                "run.loader takes the dataset and DataLoader's options, not a DataLoader; give loader.dataset"
-            )
-        known = [field.name for field in fields(LoaderOptions)]
-        for name in options:
-            if name not in known:
-                raise RequestError(f"run.loader has no {name!r}; {did_you_mean(name, known)}")
+        wanted, train = read_options(dataset, options), self._config(global_batch, micro_batch)
         made = RunLoader(
             dataset,
-            resolved=resolve_plan(self._config(global_batch, micro_batch), self.plan),
-            global_batch=global_batch,
+            resolved=resolve_plan(train, self.plan),
+            global_batch=train.global_batch,
             seed=self.seed,
-            options=LoaderOptions(**options),
+            options=wanted,
             world=self.world,
             place=self._replica(),
             is_stopping=lambda: self.is_stopping,
@@ -265,11 +256,10 @@ class Run(SavedRun):
                 trained parameters, a hook's state or a name with one that is set up.
         """
         optimizer, schedulers = sort_companions(companions, model)
+        refuse_functions(loss, step, has_optimizer=optimizer is not None)
         if optimizer is None:
             model.to(self.device)
             return (model, *companions) if companions else model
-        if loss is not None and step is not None:
-            raise RequestError("run.setup was given a loss and a step, which has its own; leave one of them out")
         scored = StepFunction(step) if step is not None else loss
         loader = data if data is not None else self._loaders[0] if self._loaders else None
         if loader is None:
@@ -313,6 +303,8 @@ class Run(SavedRun):
         """
         own, loss = self._pass(batch, model)
         own.engine.end_step(is_taken=not own.is_overflown)
+        if said := own.why_not_finite(loss):
+            self._reporter.warn(said)
         self._leave()
         return loss
 
@@ -341,7 +333,7 @@ class Run(SavedRun):
     def clip(self, max_norm: float | None = None, *, model: nn.Module | None = None) -> float:
         """The norm of the whole gradient, over all ranks, which is then scaled down to ``max_norm``."""
         own = self._of(model)
-        own.engine.max_norm = max_norm
+        own.engine.max_norm = own.longest_gradient(max_norm)
         own.last_norm = own.engine.clip()
         return own.last_norm
 
@@ -419,7 +411,7 @@ class Run(SavedRun):
         batch: int | None = None,
         limit: int = 0,
         split: str = "validation",
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[Metric | str] = (),
     ) -> Evaluation:
         """Loss and accuracy over a held-out dataset, each sample once over all ranks. All ranks call it together.
 
@@ -429,7 +421,7 @@ class Run(SavedRun):
             batch: samples per forward pass; left out, a microbatch.
             limit: samples at most; 0 for all.
             split: what events call it.
-            metrics: computed besides.
+            metrics: computed besides: objects, and names such as ``f1`` and ``top5``.
         """
         self._begin()
         own = self._of(model)
@@ -437,7 +429,7 @@ class Run(SavedRun):
         size = batch or (self._loaders[0].resolved.micro_batch if self._loaders else 1)
         with own.calling():
             found = own.engine.evaluate(
-                source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=metrics
+                source, split=split, batch=size, limit=limit, step=self._num_steps, metrics=as_metrics(metrics)
             )
         self._evaluated = found
         own.engine.follow_evaluation(found.loss)

@@ -1,7 +1,7 @@
 """What a script's own run keeps: its checkpoints, taken and loaded by all ranks together, and its summary."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Logged
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.exchanged import summarise_exchange
+from shoal.engine.objective import describe_value
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import seed_process
 from shoal.library.loader import RunLoader
@@ -30,7 +31,9 @@ class SavedRun(RunProcess):
     """A run's process with what it has set up, as far as that is saved, loaded and told at the end."""
 
     run_dir: Path | None
+    """Where events, checkpoints and the summary go; None where nothing is kept."""
     seed: int
+    """Of initial weights, the order of samples and dropout."""
     _reporter: Reporter
     _keep: CheckpointConfig
     _started: float
@@ -159,11 +162,21 @@ class SavedRun(RunProcess):
                 "it together; look for a condition in the script that differs from rank to rank"
             )
 
-    def log(self, **values: Any) -> None:
-        """Record numbers in the events of the run, under the newest step."""
-        self._reporter.event(
-            Logged(step=self._num_steps, values={name: float(value) for name, value in values.items()})
-        )
+    def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Record numbers in the events of the run, under the newest step: ``run.log(loss=loss)``, or a dict of them.
+
+        Raises:
+            RequestError: one of them is no number.
+        """
+        numbers = {}
+        for name, value in {**(values or {}), **named}.items():
+            try:
+                numbers[str(name)] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise RequestError(
+                    f"run.log({name}=...) was given {describe_value(value)}; log one number, such as float(tensor.mean())"
+                ) from None
+        self._reporter.event(Logged(step=self._num_steps, values=numbers))
 
     def _heed(self, own: ModelSetup) -> None:
         """Do what hooks asked for; what they want saved is saved between two steps, when schedulers were stepped too."""

@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.world import World
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RequestError, RunError, ShoalError
+from shoal.data.batchform import arguments_of
 from shoal.data.loading.loader import StepBatch
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import with_whole_passes
+from shoal.engine.objective import describe_value, with_whole_passes
 from shoal.engine.state import hash_weights
 
 
@@ -44,18 +45,35 @@ class ModelSetup:
         self.is_overflown = False
         """The gradient of the newest pass is not finite under its loss scale, so that the update after it is left out."""
         self._left_out: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._is_called = False
+        self._is_called = self._was_told = False
         if engine.precision.scales_loss:
             engine.optimizer.register_step_pre_hook(lambda *_: self._leave_out())
 
     def run_pass(self, batch: StepBatch) -> float:
         """Leave the gradient of a batch, without the loss scale, in the optimizer's tensors; returns the loss."""
         engine = self.engine
-        loss = engine.forward_backward(batch, step=self.num_passes, loss_scale=self.loss_scale.scale)
+        try:
+            loss = engine.forward_backward(batch, step=self.num_passes, loss_scale=self.loss_scale.scale)
+        except ShoalError:
+            raise
+        except Exception as error:  # The model is the script's own, and may raise anything.
+            if self.num_passes == 0:
+                error.add_note(self._say_inputs(batch))
+            raise
         if engine.precision.scales_loss:
             self.is_overflown = not (math.isfinite(engine.unscale()) and math.isfinite(loss))
             self.loss_scale = self.loss_scale.after_step(not self.is_overflown)
         return loss
+
+    def _say_inputs(self, batch: StepBatch) -> str:
+        """With what the model was called in a batch."""
+        model, parts = self.engine.model, batch.microbatches
+        args, kwargs = arguments_of(model, parts[0].model_inputs) if parts else ((), {})
+        shown = [*map(describe_value, args), *(f"{name}={describe_value(one)}" for name, one in kwargs.items())]
+        return (
+            f"{type(model).__name__} was called with {', '.join(shown) or 'nothing'}, as its data says. A dict of inputs is "
+            "passed by keyword where the model's forward has parameters of these names"
+        )
 
     def leave_out(self, step: int, why: str) -> str:
         """What to say of a step that is not finite and is left out.
@@ -86,6 +104,35 @@ class ModelSetup:
         self.is_overflown = False
         self.passes_at_update = self.num_passes
         return f"an update was left out: its gradient overflowed; the loss scale is {self.loss_scale.scale:g} now"
+
+    def why_not_finite(self, loss: float) -> str:
+        """What to say, once, of a loss that is not finite and that the script's own update would learn from, or nothing."""
+        if math.isfinite(loss) or self.is_overflown or self._was_told:
+            return ""
+        self._was_told = True
+        return (
+            f"the loss of batch {self.num_passes} is {loss}, and optimizer.step() would make weights of it; run.step(batch) "
+            "leaves such steps out"
+        )
+
+    def longest_gradient(self, max_norm: object) -> float | None:
+        """The norm that ``run.clip`` was given, where there is a gradient to clip by it.
+
+        Raises:
+            RequestError: it is no positive number, or the gradient was used already.
+        """
+        if max_norm is None:
+            return None
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise RequestError(
+                f"max_norm={max_norm!r} is no longest norm; give a number above 0, or None to clip nothing"
+            )
+        if self.num_passes == self.passes_at_update:
+            raise RequestError(
+                f"run.clip({max_norm}) finds no new gradient to clip; call it after run.forward_backward(batch) and before "
+                "optimizer.step()"
+            )
+        return float(max_norm)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -171,6 +218,8 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
             f"plan {str(plan)!r}: {kind} is model {len(setups) + 1} of this run, and {why}; several models are trained under dp, "
             f"zero and tp: use the plan {str(with_whole_passes(plan))!r}"
         )
+    if any(setup.engine.model is model for setup in setups):
+        raise RequestError(f"this {kind} is set up already; call run.setup once for each model, with its optimizer")
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     for setup in setups:
         theirs = {id(one) for one in setup.engine.model.parameters()}
@@ -197,17 +246,19 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
 def refuse_detours(own: ModelSetup, world: World) -> None:
     """Let what a plan cannot follow raise, where it would give wrong numbers without a word.
 
-    On several ranks an update needs the gradient of ``run.forward_backward``: one of the script's own ``loss.backward()`` is that
-    of its replica alone. A stage of a pipeline has no weights but its own, and shards are no state dict.
+    An update needs a new gradient of ``run.forward_backward``: the old one would be learnt from twice, and one of the script's
+    own ``loss.backward()`` is, on several ranks, that of its replica alone. A stage of a pipeline has no weights but its own, and
+    shards are no state dict.
     """
     plan, model = own.engine.plan, own.engine.model
 
-    def refuse_own_gradient(*_: Any) -> None:
-        if own.num_passes == own.passes_at_update:
+    def refuse_own_gradient(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        makes_its_own = world.size == 1 and (args[1:] or kwargs)  # By a closure, which has not been called yet.
+        if own.num_passes == own.passes_at_update and not makes_its_own:
             raise RequestError(
-                f"optimizer.step() without a run.forward_backward(batch) before it: on {world.size} ranks a loss.backward() of "
-                "the script's own gives the gradient of one replica; give run.setup the loss, or step=, and call "
-                "run.forward_backward(batch) or run.step(batch)"
+                "optimizer.step() without a new run.forward_backward(batch) before it: run.step(batch) has its own "
+                "optimizer.step(), and a loss.backward() of the script's own would be the gradient of one replica; give "
+                "run.setup the loss, or step=, and call run.forward_backward(batch) or run.step(batch) once for each update"
             )
 
     def refuse_call(*_: Any) -> None:
@@ -228,8 +279,7 @@ def refuse_detours(own: ModelSetup, world: World) -> None:
             "run.state_dict(whole=True) for the whole, and shoal.load_weights(model, path) to load"
         )
 
-    if world.size > 1:
-        own.optimizer.register_step_pre_hook(refuse_own_gradient)
+    own.optimizer.register_step_pre_hook(refuse_own_gradient)
     if plan.pp > 1:
         model.register_forward_pre_hook(refuse_call)
     if plan.pp > 1 or plan.tp > 1 or plan.zero == 3:
@@ -261,6 +311,11 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
             "optimizer in groups, or set up each model with its own"
         )
     for one in schedulers:
+        if isinstance(one, type):
+            raise RequestError(
+                f"run.setup takes objects, and was given the class {one.__name__}; give it one such as "
+                f"{one.__name__}({'model.parameters()' if issubclass(one, Optimizer) else 'optimizer'}, ...)"
+            )
         if not (hasattr(one, "step") and hasattr(one, "state_dict")):
             raise RequestError(
                 f"run.setup takes a model, its optimizer and its schedulers, and was given a {type(one).__name__}; a scheduler "
@@ -272,6 +327,28 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
                 f"the {type(one).__name__} is of another optimizer than the one it is set up with; make it from that one"
             )
     return (optimizers[0] if optimizers else None), schedulers
+
+
+def refuse_functions(loss: object, step: object, *, has_optimizer: bool) -> None:
+    """Refuse a loss and a step that cannot be called, or that nothing would be trained by.
+
+    Raises:
+        RequestError: says what to give in their place.
+    """
+    if loss is not None and step is not None:
+        raise RequestError("run.setup was given a loss and a step, which has its own; leave one of them out")
+    for name, one, form in (("loss", loss, "output, targets"), ("step", step, "model, batch")):
+        if one is None:
+            continue
+        if isinstance(one, type) and issubclass(one, nn.Module):
+            raise RequestError(f"{name}={one.__name__} is a class; give an object of it: {name}={one.__name__}()")
+        if not callable(one):
+            raise RequestError(f"{name}={one!r} is no function; give {name}=function({form})")
+        if not has_optimizer:
+            raise RequestError(
+                f"run.setup was given a {name} and no optimizer; a model that is trained needs its optimizer beside it: "
+                f"run.setup(model, optimizer, {name}=...)"
+            )
 
 
 def refuse_other_weights(model: nn.Module, world: World) -> None:

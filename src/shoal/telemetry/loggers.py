@@ -141,8 +141,8 @@ def refuse_without_folder(config: LogConfig) -> None:
                 "the logger 'mlflow' keeps its runs in the run directory, and this run has none; give run_dir=, or say where "
                 "with MLFLOW_TRACKING_URI"
             )
-        if name == "wandb":
-            raise RequestError("the logger 'wandb' writes to the run directory, and this run has none; give run_dir=")
+        if name in ("tensorboard", "wandb"):
+            raise RequestError(f"the logger {name!r} writes to the run directory, and this run has none; give run_dir=")
 
 
 def open_named(

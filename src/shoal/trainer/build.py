@@ -163,14 +163,19 @@ class LoadedRun:
     """A finished or interrupted run, ready to be asked questions: its model with the newest whole weights, in eval mode."""
 
     recipe: Recipe
+    """As it was resolved for the run."""
     model: nn.Module
+    """With the weights, on the CPU, in evaluation mode."""
     loss: Loss
+    """Of its output and the targets."""
     data: Splits
+    """All splits."""
     step: int
     """Steps that the weights have been trained for."""
     checkpoint: Path
     """Where the weights are from."""
     run_dir: Path
+    """Of the run."""
 
     @property
     def plan(self) -> Plan:

@@ -6,14 +6,13 @@ An export that does not give what the trained model gives is refused, and nothin
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.export import compare_outputs, run_onnx, write_onnx, write_program
 from shoal.core.errors import RequestError
-from shoal.data.batchform import BatchForm, call_model
+from shoal.data.batchform import BatchForm, ModelInputs, call_model
 from shoal.engine.state import import_weights
 from shoal.models.hugging_face import as_transformers, held_transformers, load_back, logits_of
 from shoal.models.lora import adapter_state, base_state, load_adapters, merge_adapters, write_adapters
@@ -68,13 +67,24 @@ def export_model(run_dir: Path, weights: Mapping[str, Tensor], folder: Path, *, 
             found = logits_of(call_model(_write_peft(run, folder), inputs))
         else:
             merge_adapters(run.model)
-            form = getattr(inputs, "form", None)
-            found = _WRITERS[format](run.model, form, tuple(inputs), folder)
+            found = _WRITERS[format](run.model, _bare_inputs(run.model, inputs, expected), folder)
     bound = _BOUNDS.get(expected.dtype, _COARSE)
     return compare_outputs(expected, found, what=f"--format {format}", bound=bound)
 
 
-def _write_hf(model: nn.Module, form: BatchForm | None, inputs: tuple[Tensor, ...], folder: Path) -> Tensor:
+def _bare_inputs(model: nn.Module, inputs: ModelInputs, expected: Tensor) -> ModelInputs:
+    """The inputs without labels, where the model's scores do not need them: who uses an export has none."""
+    bare = inputs.without_labels()
+    if bare is inputs:
+        return inputs
+    try:
+        found = logits_of(call_model(model, bare))
+    except Exception:  # The model is the user's own; one with an encoder makes its decoder's inputs of labels.
+        return inputs
+    return bare if found.shape == expected.shape and torch.equal(found, expected) else inputs
+
+
+def _write_hf(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
     known = as_transformers(model)
     known.save_pretrained(folder)
     again = load_back(folder, known)
@@ -83,18 +93,18 @@ def _write_hf(model: nn.Module, form: BatchForm | None, inputs: tuple[Tensor, ..
         name = next(name for name, one in model.named_children() if one is known)
         setattr(model, name, again)
         again = model
-    output: Any = again(*inputs) if form is None else form.call(again, inputs)
-    return logits_of(output)
+    return logits_of(call_model(again, inputs))
 
 
-def _write_program(model: nn.Module, form: BatchForm | None, inputs: tuple[Tensor, ...], folder: Path) -> Tensor:
-    is_plain = form is None and isinstance(model(*inputs), Tensor)
-    path = write_program(model if is_plain else _Scores(model, form), inputs, folder)
+def _write_program(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
+    is_plain = inputs.form is None and isinstance(model(*inputs), Tensor)
+    path = write_program(model if is_plain else _Scores(model, inputs.form), tuple(inputs), folder)
     return logits_of(torch.export.load(path).module()(*inputs))
 
 
-def _write_onnx(model: nn.Module, form: BatchForm | None, inputs: tuple[Tensor, ...], folder: Path) -> Tensor:
-    return run_onnx(write_onnx(_Scores(model, form), inputs, folder), inputs)
+def _write_onnx(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
+    scores = _Scores(model, inputs.form)
+    return run_onnx(write_onnx(scores, tuple(inputs), folder, names=inputs.names(model)), tuple(inputs))
 
 
 def _write_peft(run: LoadedRun, folder: Path) -> nn.Module:

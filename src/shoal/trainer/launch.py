@@ -28,6 +28,7 @@ from shoal.trainer.elastic.membership import HostMembership, build_membership
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
+WORKER = "shoal.trainer.worker"
 SHARED_MODEL = "shoal.trainer.sharedmodel:build"
 """Called once for all ranks, before they are forked."""
 RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
@@ -98,6 +99,24 @@ def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] 
     return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
 
 
+def _shared_model(prepared: Prepared, threads: int) -> list[str]:
+    """What is called once for all ranks of a host, with its arguments."""
+    data = json.dumps(asdict(prepared.spec))
+    return [SHARED_MODEL, str(prepared.run_dir), data, str(threads or THREADS_THERE)]
+
+
+def _why_shared(prepared: Prepared) -> str:
+    """Why all hosts have to share the run directory; empty where they need not."""
+    if prepared.setup.plan.ps:
+        return "every server writes its part of a checkpoint there; give a --run-dir on a file system that all share"
+    if prepared.recipe.elastic.mode != "restart":
+        return (
+            "with elastic.mode shrink any host may be the one that is left; give a --run-dir on a file system that all share, or "
+            "set elastic.mode to restart"
+        )
+    return ""
+
+
 def _cause_of(outcome: Outcome) -> str:
     """Why ranks ended that left no summary."""
     if outcome.culprit is not None:
@@ -115,8 +134,9 @@ def supervise_ranks(
     arguments: Sequence[str] = (),
     supervise_with: Callable[[LaunchRequest], Outcome] = supervise,
     where: str = "",
+    module: str = WORKER,
 ) -> Ended:
-    """Start the ranks of a plan without servers in a run directory that is the run's own, and stay until all have ended.
+    """Start the ranks of a plan in a run directory that is the run's own, and stay until all have ended.
 
     Args:
         prepared: the request.
@@ -125,6 +145,7 @@ def supervise_ranks(
         arguments: further ones of every rank.
         supervise_with: starts and watches the ranks; left out, on this machine.
         where: the hosts that they run on, in words; empty for this machine.
+        module: what a rank is; with parameter servers on several hosts, the process of a role.
     """
     started = time.time()
     run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), prepared.setup.world_size
@@ -138,9 +159,9 @@ def supervise_ranks(
         print(f"warning: {warning}", file=sys.stderr)
     outcome = supervise_with(
         LaunchRequest(
-            module="shoal.trainer.worker",
+            module=module,
             arguments=[str(run_dir), *(["--resume"] if prepared.resume else []), *arguments],
-            shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads or THREADS_THERE)],
+            shared=_shared_model(prepared, threads) if module == WORKER else (),
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
@@ -148,6 +169,8 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
+            why_shared=_why_shared(prepared),
+            survives_hosts=prepared.setup.plan.ps > 0,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )

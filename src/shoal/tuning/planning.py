@@ -61,12 +61,17 @@ class Answer:
     """The best plans, and what there is to say about them: ``found.ranked`` has them, the best first, with memory and time."""
 
     request: PlanRequest
+    """What was asked."""
     job: Job
+    """The model, the cluster and the batch that were priced."""
     found: Found
+    """The plans, the best first in ``found.ranked``; the fastest that does not fit; how many were priced."""
     reasons: tuple[str, ...]
+    """Why the best plan is the best."""
     warnings: tuple[str, ...]
     """What could not be asked of the model, and why there is no command that runs it."""
     why_not: tuple[str, ...]
+    """What is against the plan that was asked about."""
     asked: Estimate | None
     """The plan that was asked about."""
     choices: Choices | None

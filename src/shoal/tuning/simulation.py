@@ -164,10 +164,15 @@ class Simulation:
     """A step of one site, as it was played."""
 
     asked: Asked
+    """The recipe, the cluster and the plan."""
     priced: Priced
+    """What each action and transfer of the step costs."""
     simulated: SimulatedStep
+    """The step as events, rank by rank."""
     seconds: Array
+    """Of the steps that were played, in their order."""
     result: dict[str, Any]
+    """What ``shoal simulate --json`` writes."""
     step_seconds: float
     """From one step to the next, averages between sites included."""
     rounds: PlayedRounds | None = None

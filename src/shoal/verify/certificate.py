@@ -19,16 +19,21 @@ class MutantResult:
     """One planted bug."""
 
     name: str
+    """Of the bug, as the catalogue has it."""
     plan: str
+    """Under which it was planted."""
     dtype: str
+    """The arithmetic."""
     caught: bool
     """Caught, and by the comparison that should catch it."""
     by: str | None
     """The comparison that saw it first; None when none did."""
     expected: str
+    """The comparison that should see it."""
     control_ok: bool
     """The same plan and recipe without the bug passes."""
     detail: str = ""
+    """What was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +41,13 @@ class Certificate:
     """Everything that a proof found."""
 
     plans: tuple[PlanResult, ...] = ()
+    """What was found of each plan, in each arithmetic."""
     mutants: tuple[MutantResult, ...] = ()
+    """What was found of each planted bug."""
     recipe: str = ""
+    """The path of the recipe."""
     recipe_hash: str = ""
+    """SHA-256 of what it resolves to."""
     settings: tuple[str, ...] = ()
     """What ``--set`` changed in the recipe; its hash is of the recipe as changed."""
     pending: tuple[str, ...] = ()
@@ -46,11 +55,17 @@ class Certificate:
     takes_all: bool = False
     """Plans were not asked for by name, so that one which this recipe cannot run is no failure."""
     steps: int = 0
+    """That were compared."""
     model_hash: str = ""
+    """SHA-256 of the initial weights."""
     seed: int = 0
+    """Of weights, data and dropout."""
     threads: int = 1
+    """Of each process, the reference among them."""
     wall_s: float = 0.0
+    """Seconds that everything took."""
     warnings: tuple[str, ...] = ()
+    """What to know of these proofs."""
 
     @property
     def ok(self) -> bool:

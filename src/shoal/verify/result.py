@@ -149,17 +149,25 @@ class PlanResult:
     """One plan in one arithmetic."""
 
     plan: str
+    """Its line."""
     dtype: str
+    """The arithmetic."""
     steps: int
+    """That were compared."""
     status: Status
     """Of the numbers. ``refused``: it cannot run, or one process cannot; ``crashed``: it did not run to its end."""
     reason: str
     """Where the tolerance of a proven plan comes from; of another, what is wrong."""
     bitwise: bool = False
+    """Not a bit differs."""
     worst: Mapping[str, float] = field(default_factory=dict)
+    """The largest relative error of each kind: ``loss``, ``grad``, ``norm``, ``weight``, ``optimizer``, ``buffer``."""
     first_difference: Difference | None = None
+    """Where it begins to differ, and how; None where it does not."""
     tolerance: float = 0.0
+    """The largest error that is allowed."""
     prediction: Prediction = field(default_factory=Prediction)
+    """Whether bytes, calls and memory were those that were predicted."""
     decided_by: str | None = None
     """The arithmetic that proved it where this one could not tell rounding from a bug."""
     is_amplified: bool = False
@@ -169,10 +177,13 @@ class PlanResult:
     flat: float | None = None
     """Distance of the reference's tree from one pass over the whole global batch."""
     traffic: Mapping[str, Any] = field(default_factory=dict)
+    """Of the last step on the first rank: calls and bytes that were ``expected``, and ``counted``."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Bytes on the first rank: ``measured``, ``predicted``, and why some are ``missing``."""
     traceback: str = ""
     """Of a crash."""
     wall_s: float = 0.0
+    """Seconds that it took."""
 
     @property
     def ok(self) -> bool:

@@ -170,3 +170,14 @@ def test_samples_of_different_forms_are_named() -> None:
         _collate({"a": one}, {"b": one})
     with pytest.raises(RunError, match="sample 1: its value of 'a' is a object"):
         _collate({"a": one}, {"a": object()})
+
+
+def test_inputs_have_names_and_are_the_same_without_labels() -> None:
+    form = Collator(uniform_weight=1).collate([{"dense": one, "sparse": {"a": one}, "labels": torch.tensor(1)}])
+    whole = form.model_inputs
+    bare = whole.without_labels()
+    assert whole.names(Asked()) == ["dense", "sparse.a", "labels"] and bare.names(Asked()) == ["dense", "sparse.a"]
+    dense, sparse = call_model(Asked(), bare)
+    assert torch.equal(dense[0], one) and torch.equal(sparse["a"][0], one)
+    assert bare.without_labels() is bare, "there are none"
+    assert ModelInputs([one, one, one]).names(Asked()) == ["dense", "sparse", "input_2"]

@@ -1,5 +1,7 @@
 """``shoal.Run`` in one process: what a script may ask before it sets up, and what is refused with the fix."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -100,6 +102,110 @@ def test_what_cannot_be_is_refused_with_the_fix():
         set_up(run)
         with pytest.raises(shoal.RequestError, match=r"hooks=\[EMA"):
             set_up(run)
+
+
+def weights_only(run):
+    return run.setup(nn.Linear(8, 3), loss=LOSS)
+
+
+def step_twice(run):
+    _, optimizer = set_up(run)
+    run.step(run.loaders[0].next())
+    optimizer.step()
+
+
+def clip_late(run):
+    _, optimizer = set_up(run)
+    run.forward_backward(run.loaders[0].next())
+    optimizer.step()
+    run.clip(1.0)
+
+
+def clip_by(norm):
+    def clip(run):
+        set_up(run)
+        run.step(run.loaders[0].next(), max_norm=norm)
+
+    return clip
+
+
+def unpack(run):
+    set_up(run)
+    for _inputs, _targets in run.loaders[0]:
+        pass
+
+
+def set_up_again(run):
+    model, optimizer = set_up(run)
+    run.setup(model, optimizer, loss=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda run: run.loader(DATA, 8, batch_size=4), "no 'batch_size'; global_batch= is the samples of a step"),
+        (lambda run: run.loader(DATA, 8, generator=None), r"no 'generator'; .* shoal\.Run\(seed=\)"),
+        (lambda run: run.loader(None, 8), "the dataset is a NoneType, which is no map-style dataset; give an object"),
+        (lambda run: run.loader([], 8), "the dataset, a list, has 0 samples"),
+        (lambda run: run.loader(DATA, "eight"), "global_batch"),
+        (lambda run: run.setup(nn.Linear(8, 3), torch.optim.SGD, loss=LOSS), "the class SGD; give it one such as SGD"),
+        (lambda run: set_up(run, data=run.loaders[0]) and run.evaluate([1]), "a sample is a int"),
+        (weights_only, r"a loss and no optimizer; .* run\.setup\(model, optimizer, loss"),
+        (lambda run: run.setup(nn.Linear(8, 3), loss=nn.CrossEntropyLoss), "is a class; give an object of it"),
+        (lambda run: run.setup(nn.Linear(8, 3), step="mine"), "step='mine' is no function"),
+        (step_twice, r"without a new run\.forward_backward\(batch\) before it: run\.step\(batch\) has its own"),
+        (clip_late, r"no new gradient to clip; call it after run\.forward_backward\(batch\) and before"),
+        (clip_by(-1.0), "max_norm=-1.0 is no longest norm"),
+        (clip_by("1"), "max_norm='1' is no longest norm"),
+        (unpack, "is not unpacked: write `for batch in loader`"),
+        (set_up_again, "this Linear is set up already"),
+        (lambda run: run.log(name="a"), r"run\.log\(name=\.\.\.\) was given a str"),
+        (lambda run: run.log({"size": torch.ones(2)}), r"run\.log\(size=\.\.\.\) was given \(2,\) float32"),
+        (lambda run: set_up(run) and run.evaluate(DATA, metrics=["acuracy"]), "did you mean 'accuracy'"),
+        (lambda run: set_up(run) and run.evaluate(DATA, metrics=[len]), "a metric is a name or an object such as"),
+    ],
+)
+def test_a_mistake_of_a_script_is_one_message_with_the_fix(mistake, words):
+    with pytest.raises(shoal.RequestError, match=words), shoal.Run() as run:
+        run.loader(DATA, 8)
+        mistake(run)
+
+
+def test_metrics_have_names_and_a_logged_dict_is_that_of_its_numbers(tmp_path):
+    with shoal.Run(run_dir=tmp_path) as run:
+        run.loader(DATA, global_batch=8)
+        set_up(run)
+        found = run.evaluate(DATA, metrics=["top2", "f1"])
+        run.log({"size": torch.tensor(2.0)}, other=1)
+        assert set(found.metrics) == {"top2", "f1"}
+    assert '{"size": 2.0, "other": 1.0}' in (tmp_path / "events" / "rank-000.jsonl").read_text()
+
+
+def test_a_model_that_fails_says_with_what_it_was_called_and_a_loss_that_is_no_number_is_told_of_once(capsys):
+    named = [{"x": inputs, "labels": label} for inputs, label in DATA]
+    for data, shown in ((DATA, r"called with \(8, 8\) float32"), (named, "called with a dict of 'x'")):
+        with pytest.raises((RuntimeError, TypeError)) as failed, shoal.Run() as run:
+            loader = run.loader(data, global_batch=8)
+            set_up(run, model=nn.Linear(9, 3))
+            run.step(loader.next())
+        assert re.search(shown, failed.value.__notes__[0])
+    with shoal.Run() as run:
+        loader = run.loader([(inputs * float("nan"), label) for inputs, label in DATA], global_batch=8)
+        _, optimizer = set_up(run)
+        for batch in loader.steps(2):
+            assert run.forward_backward(batch) != 0
+            optimizer.step()
+    assert capsys.readouterr().err.count("run.step(batch) leaves such steps out") == 1
+
+
+def test_an_optimizer_that_computes_its_gradient_itself_may():
+    """A closure is called inside the step, after the look for a new gradient."""
+    with shoal.Run() as run:
+        loader = run.loader(DATA, global_batch=8)
+        _, optimizer = set_up(run)
+        for batch in loader:
+            optimizer.step(lambda batch=batch: run.forward_backward(batch))
+        assert run.step_count == 4
 
 
 def test_a_loss_without_a_gradient_and_a_batch_that_counts_for_nothing():

@@ -114,11 +114,17 @@ def test_wandb_writes_its_files_offline(tmp_path, monkeypatch):
     assert content.count(b"train/loss") >= 3 and b"validation/f1" in content
 
 
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "tensorboard"])
 def test_a_logger_that_keeps_files_needs_a_run_directory(name, tmp_path, monkeypatch):
-    pytest.importorskip(name)
+    pytest.importorskip({"tensorboard": "tensorboardX"}.get(name, name))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(RequestError, match=f"logger '{name}'.* this run has none; give run_dir="), Run(loggers=[name]):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [print, {}, Kept])
+def test_what_cannot_log_is_refused(given):
+    with pytest.raises(RequestError, match=r"has no log\(values, step\) that can be called"), Run(loggers=[given]):
+        pass

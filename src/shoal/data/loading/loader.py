@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -89,6 +90,17 @@ class StepBatch:
     """Of every replica in this step, where the batch is not short; None where the plan says it."""
     later: tuple["StepBatch | None", ...] = ()
     """What this rank reads in later rounds of the step, for replicas that are absent; None in a round that leaves it nothing."""
+
+    def __iter__(self) -> NoReturn:
+        """It is no pair.
+
+        Raises:
+            RequestError: says what to do with a batch.
+        """
+        raise RequestError(
+            "a batch of this loader is a replica's part of a step, in microbatches, and is not unpacked: write `for batch in "
+            "loader`, and give it whole to run.forward_backward(batch) or run.step(batch); a step= function gets it unpacked"
+        )
 
     @property
     def rounds(self) -> tuple["StepBatch | None", ...]:

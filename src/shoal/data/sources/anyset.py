@@ -5,7 +5,7 @@ from typing import Any
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Source, Splits
 from shoal.data.sources.iterable import is_iterable_only
-from shoal.data.sources.own import DatasetSource, describe, from_datasets, stream_splits
+from shoal.data.sources.own import DatasetSource, describe, from_dataset, stream_splits
 
 
 def splits_of(dataset: Any, options: LoaderOptions, *, seed: int = 0) -> Splits:
@@ -28,7 +28,7 @@ def splits_of(dataset: Any, options: LoaderOptions, *, seed: int = 0) -> Splits:
         nothing = DatasetSource((), uniform_weight=None)
         spec = describe(dataset, source.collate([0]))
         return Splits(train=source, validation=nothing, test=nothing, spec=spec)
-    found = from_datasets(train=dataset, collate_fn=options.collate_fn)
+    found = from_dataset(dataset, collate_fn=options.collate_fn)
     assert isinstance(found.train, DatasetSource)
     found.train.options = options
     return found

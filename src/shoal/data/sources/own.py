@@ -281,8 +281,20 @@ def from_datasets(
     """
     parts = {"train": train, "validation": validation, "test": test}
     for name, part in parts.items():
-        _require_map_style(part, f"from_datasets({name}=...)")
+        _require_map_style(part, f"from_datasets({name}=...)", is_given=True)
     return _describe_parts(parts, train, "from_datasets(train=...)", collate_fn)
+
+
+def from_dataset(dataset: Any, *, collate_fn: Collate | None = None) -> Splits:
+    """The splits of one map-style dataset that a loader or an evaluation was given.
+
+    Raises:
+        RequestError: it is no such dataset, or has no sample.
+    """
+    _require_map_style(dataset, "the dataset", is_given=True)
+    if not len(dataset):
+        raise RequestError(f"the dataset, a {type(dataset).__name__}, has 0 samples; give it some")
+    return _describe_parts({"train": dataset, "validation": (), "test": ()}, dataset, "the dataset", collate_fn)
 
 
 def _describe_parts(parts: Mapping[str, Any], described: Any, origin: str, collate_fn: Collate | None = None) -> Splits:
@@ -334,11 +346,13 @@ def _cut(dataset: Any, config: OwnDataConfig, origin: str) -> dict[str, Any]:
     }
 
 
-def _require_map_style(dataset: Any, origin: str) -> None:
+def _require_map_style(dataset: Any, origin: str, *, is_given: bool = False) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        came, fix = ("is", "give") if is_given else ("returned", "return")
+        parts = "" if is_given else ", or a dict of them with the keys train, validation and test"
         raise RequestError(
-            f"{origin} returned a {type(dataset).__name__}, which is no map-style dataset; return an object with "
-            f"__len__ and __getitem__, or a dict of them with the keys train, validation and test"
+            f"{origin} {came} a {type(dataset).__name__}, which is no map-style dataset; {fix} an object with __len__ and "
+            f"__getitem__{parts}"
         )
     # Whatever is wrong with it (a negative number, a text) python itself says best.
     call_own(lambda: len(dataset), what=f"{origin}: the length of its {type(dataset).__name__}")

@@ -57,6 +57,11 @@ class LaunchRequest:
     build_group: Callable[[], Group] | None = None
     """Makes the group, where that is decided elsewhere than on this host."""
 
+    why_shared: str = ""
+    """Why hosts have to share the run directory, and what to do about it; empty where each may have its own."""
+    survives_hosts: bool = False
+    """A host but the first may be lost, and the ranks of the others go on: they see to it themselves."""
+
     @property
     def local_ranks(self) -> Sequence[int]:
         """The ranks of this host."""

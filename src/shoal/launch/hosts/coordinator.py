@@ -33,6 +33,8 @@ _OTHERS_SECONDS = 2.0
 _ENTER_SECONDS = 60.0
 _END_SECONDS = 10.0
 _TURN_SECONDS = 0.1
+_CLOCK_PINGS, _CLOCK_SECONDS = 3, 0.1
+_SHELL_ADVICE = "see that `ssh {} true` works without a question, or name another remote shell with --ssh"
 _PAUSE_SECONDS = 2.0
 """A coordinator that has not looked for so long was stopped itself: the silence was its own."""
 
@@ -129,7 +131,7 @@ class Coordinator:
                 limit = Deadline(seconds=min(limit.remaining, _OTHERS_SECONDS))
         return _unreachable(opened, self.fleet.connect_seconds, has_time=limit.seconds > _OTHERS_SECONDS)
 
-    def enter(self, run_dir: str, *, is_shared: bool = False) -> None:
+    def enter(self, run_dir: str, *, why_shared: str = "") -> None:
         """See that every host has a run directory, and the first host, or all, the one that this process has.
 
         Raises:
@@ -172,7 +174,20 @@ class Coordinator:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, is_shared=is_shared))
+        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, why_shared=why_shared))
+
+    def measure_clocks(self) -> dict[str, float]:
+        """By host, how far its clock is ahead of this machine's."""
+        others: list[tuple[Connection, Any]] = []
+        for _ in range(_CLOCK_PINGS):
+            for connection in self.connections:
+                if connection.hello is not None:
+                    connection.send(Ping(sent=time.monotonic(), heard=connection.agent_clock))
+            limit = Deadline(seconds=_CLOCK_SECONDS)
+            while not limit.is_over:
+                others += self.turn(_CLOCK_SECONDS / 5)
+        self._taken = others + self._taken
+        return {one.name: one.clock_offset for one in self.connections if one.agent_clock >= 0}
 
     def return_lost(self) -> None:
         """Start agents again on hosts that were lost.
@@ -336,11 +351,13 @@ def _gone(connections: Sequence[Connection]) -> dict[str, str]:
 
 def _advice(connection: Connection) -> str:
     said = connection.lost.lower()
+    if "exit code 255" in said:  # ssh's own; what it started there never came to run
+        return _SHELL_ADVICE.format(connection.name)
     if "no module named" in said or "no such file" in said or "not found" in said or "can't cd" in said:
         return "install Shoal there at the same path, or name the interpreter with --python"
     if connection.hello is not None:
         return "see its own messages above"
-    return f"see that `ssh {connection.name} true` works without a question, or name another remote shell with --ssh"
+    return _SHELL_ADVICE.format(connection.name)
 
 
 def _set_clock(connection: Connection, pong: Pong) -> None:

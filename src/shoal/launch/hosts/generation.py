@@ -28,6 +28,7 @@ from shoal.launch.failurereport import say_stopping
 from shoal.launch.group.generations import run_generations
 from shoal.launch.group.request import THREADS_THERE, LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member
+from shoal.launch.hosts.clocks import wrong_clocks
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator, Fleet, Interrupted
 from shoal.launch.hosts.elastic import HostsGroup
@@ -68,7 +69,9 @@ def supervise_hosts(request: LaunchRequest, fleet: Fleet) -> Outcome:
         )
         try:
             coordinator.gather()
-            coordinator.enter(os.path.abspath(request.run_dir), is_shared=request.build_policy is not None)
+            coordinator.enter(os.path.abspath(request.run_dir), why_shared=request.why_shared)
+            for problem in wrong_clocks(coordinator.measure_clocks()):
+                request.display.message(f"warning: {problem}")
             return run_generations(request, lambda number: HostGeneration(request, number, coordinator).run())
         except Interrupted as interrupted:
             request.display.message(say_stopping(interrupted.number, 0.0, has_ranks=False))
@@ -210,6 +213,11 @@ class HostGeneration:
                 self._follow(group)
             if group.gave_up is None:
                 return
+        if self._request.survives_hosts and connection is not self._coordinator.connections[0]:
+            self._ends[connection.name] = GenerationEnd(ends=[])
+            named = ", ".join(map(str, connection.ranks))
+            self._display.message(f"lost host {connection.name} (ranks {named}): {connection.lost}; the others go on")
+            return
         self._hang = Hang(rank=connection.ranks[0], reason=connection.lost, is_host=True)
         self._kill_all()
 
@@ -348,7 +356,11 @@ class HostGeneration:
             hosts = {rank: one for one in self._coordinator.connections for rank in one.ranks}
             lost = [_on_host(end, hosts[end.rank]) for end in last.values()]
             return [*lost, *(ends[slot] for slot in sorted(group.present) if slot not in last)]
-        return [ends[rank] for rank in sorted(ends)]
+        left_out = {rank for one in self._coordinator.connections if self._is_done_without(one) for rank in one.ranks}
+        return [ends[rank] for rank in sorted(ends) if rank not in left_out]
+
+    def _is_done_without(self, connection: Connection) -> bool:
+        return self._request.survives_hosts and bool(connection.lost) and self._hang is None
 
     def _unseen_end(self, rank: int) -> RankEnd:
         """Of a rank whose host was lost: where it was when it was last heard of."""

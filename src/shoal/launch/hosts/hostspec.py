@@ -62,12 +62,22 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int) -> tuple[HostSlots, 
                 "(--plan), or other numbers behind the hosts"
             )
         return tuple(hosts)
+    if num_ranks < len(hosts):
+        raise RequestError(
+            f"the plan has {num_ranks} rank(s), and {len(hosts)} hosts are named ({named}): leave {len(hosts) - num_ranks} of "
+            "them out, or name a plan with more ranks (--plan)"
+        )
     if num_ranks % len(hosts):
         raise RequestError(
             f"{num_ranks} ranks cannot be spread evenly over the {len(hosts)} hosts {named}; say how many run on each, as in "
             f"{hosts[0].name}:{num_ranks - len(hosts) + 1}"
         )
     return tuple(HostSlots(name=host.name, slots=num_ranks // len(hosts)) for host in hosts)
+
+
+def describe_hosts(hosts: Sequence[HostSlots]) -> str:
+    """Hosts in words."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _parse(text: str, where: str) -> HostSlots:

@@ -222,6 +222,7 @@ def test_lengths_are_known_where_they_can_be() -> None:
         ({"weights": [1.0] * SIZE, "shuffle": True}, "leave one of them out"),
         ({"weights": [1.0] * SIZE, "sampler": [1]}, "sampler and weights both say"),
         ({"num_workers": -1}, "num_workers is -1, and must be 0 or more"),
+        ({"num_workers": "2"}, "num_workers is '2', and must be 0 or more"),
         ({"max_tokens": 4, "lengths": [1]}, "there are 1 lengths and 23 samples"),
     ],
 )
