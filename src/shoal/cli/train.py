@@ -141,7 +141,7 @@ def train(
         )
         nproc = None
     num_processes = place.world_size if launched else sum(host.slots for host in named) or nproc
-    request = replace(request, plan=plan, num_processes=num_processes)
+    request = replace(request, plan=plan, num_processes=num_processes, has_hosts=bool(named))
     if launched and not dry_run:
         be_launched(request, place, json_file)
     if launched and place.rank > 0:
@@ -188,20 +188,25 @@ def _job_on_hosts(
 
     from shoal.engine.resolve import MOST_PER_CORE
     from shoal.launch.hosts.generation import supervise_hosts
-    from shoal.launch.hosts.hostspec import describe_hosts, place_ranks
+    from shoal.launch.hosts.hostspec import describe_hosts, hosts_behind, place_ranks
     from shoal.serverrun.limits import HOST_RANK, refuse_server_hosts
     from shoal.trainer.elastic.limits import refuse_elastic_hosts
+    from shoal.trainer.elastic.membership import ranks_at_start
     from shoal.trainer.launch import WORKER, supervise_ranks
 
     plan = prepared.setup.plan
-    placed = place_ranks(hosts, prepared.setup.world_size)
-    if prepared.recipe.elastic.mode == "shrink":
+    elastic = prepared.recipe.elastic
+    at_start = ranks_at_start(elastic, plan)
+    placed = place_ranks(hosts, at_start, has_more=elastic.starts_more)
+    if elastic.mode == "shrink":
         refuse_elastic_hosts(prepared.recipe, plan, placed)
     module = WORKER
     if plan.ps:
         refuse_server_hosts(plan)
         module = HOST_RANK
     fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)
+    if elastic.starts_more:
+        fleet = replace(fleet, optional=hosts_behind(placed, at_start))
     where = describe_hosts(placed)
     start = partial(supervise_hosts, fleet=fleet)
     return partial(supervise_ranks, debug=debug, supervise_with=start, where=where, module=module)

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from shoal.comm.interface import VARIABLE, choose_interface, own_address
+from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import drop_everybody, sealed_listeners
 from shoal.comm.store.agentstore import AgentStore
@@ -52,10 +53,17 @@ class World:
         self.owns_group = True
         self.num_logical = 0
         """Replicas that the run's plan has, where fewer are present (``core/logical.py``); 0 where all are."""
+        self.num_planned = 0
+        """Replicas that the run's plan has, where the batch grows and shrinks with those that are present; 0 where it is held."""
         self.is_rehearsed = False
         """There are no other processes: see ``comm/rehearsal.py``."""
         self.hosts: tuple[int, ...] | None = None
         """The host of every rank; found by the first mesh where nobody has said it (``comm/hosts.py``)."""
+
+    @property
+    def planned_replicas(self) -> int:
+        """Replicas that the plan has, where others may be present; 0 where all are."""
+        return self.num_logical or self.num_planned
 
     @property
     def is_first(self) -> bool:
@@ -132,23 +140,40 @@ def join_world(
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
-    with noted_connections(), sealed_listeners():
-        try:
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-        except RuntimeError as error:
-            if not any(words in str(error) for words in _NO_WAY):
-                raise
-            raise RunError(
-                f"rank {place.rank} on host {socket.gethostname()} cannot reach the other ranks: {_first_line(error)}; see that "
-                "all hosts reach each other over the interface that gloo uses "
-                f"({os.environ.get(VARIABLE) or 'its own choice'}): `shoal doctor --hosts` tries every pair"
-            ) from error
-        world.group = dist.group.WORLD
-        # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
-        world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    try:
+        with noted_connections(), sealed_listeners(), abortable_connecting():
+            _start_default_group(place, backend, store, timeout)
+            world.group = dist.group.WORLD
+            # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
+            world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    except BaseException:
+        _forget_groups()
+        raise
     for group in (world.group, world.save_group):
         wait_longer(world, group)
     return world
+
+
+def _start_default_group(place: Place, backend: str, store: Store, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_WAY):
+            raise
+        raise RunError(
+            f"rank {place.rank} on host {socket.gethostname()} cannot reach the other ranks: {_first_line(error)}; see that "
+            "all hosts reach each other over the interface that gloo uses "
+            f"({os.environ.get(VARIABLE) or 'its own choice'}): `shoal doctor --hosts` tries every pair"
+        ) from error
+
+
+def _forget_groups() -> None:
+    """Leave nothing of a group that did not come about. torch counts the groups that it began to make, and ranks meet under that
+    number: one whose count is ahead of the others' would never meet them again."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    _world.group_count = 0
 
 
 def wait_longer(world: World, group: dist.ProcessGroup | None) -> None:

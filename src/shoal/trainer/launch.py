@@ -24,7 +24,7 @@ from shoal.launch.ranks import supervise
 from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim
-from shoal.trainer.elastic.membership import HostMembership, build_membership
+from shoal.trainer.elastic.membership import HostMembership, build_membership, ranks_at_start
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
@@ -148,7 +148,8 @@ def supervise_ranks(
         module: what a rank is; with parameter servers on several hosts, the process of a role.
     """
     started = time.time()
-    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), prepared.setup.world_size
+    run_dir, plan = prepared.run_dir, str(prepared.setup.plan)
+    world_size = ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
     threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
         f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {prepared.setup.total_steps} steps, "
@@ -171,6 +172,7 @@ def supervise_ranks(
             build_policy=_policy_of(prepared),
             why_shared=_why_shared(prepared),
             survives_hosts=prepared.setup.plan.ps > 0,
+            takes_hosts=prepared.recipe.elastic.starts_more,
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )

@@ -54,6 +54,8 @@ class LaunchRequest:
     build_policy: Callable[[Sequence[str]], GroupPolicy] | None = None
     """Makes what decides who takes part when ranks die, for each generation, given the hosts where there are several; None
     where one death ends them all."""
+    takes_hosts: bool = False
+    """Hosts that were lost, or were not there at the start, are taken in when they come."""
     build_group: Callable[[], Group] | None = None
     """Makes the group, where that is decided elsewhere than on this host."""
 

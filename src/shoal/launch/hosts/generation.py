@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, get_args
 
 from shoal.comm.store.messages import Ask
@@ -39,11 +40,13 @@ from shoal.launch.hosts.messages import (
     Lost,
     Order,
     Output,
+    Paced,
     Reading,
     Said,
     Start,
     Status,
 )
+from shoal.launch.hosts.returning import ReturningHosts
 from shoal.launch.ranks import COLLECT_S
 from shoal.launch.supervisor import KILL_SECONDS, ORDER_FAIL, ORDER_KILL, ORDER_STACKS, SignalInbox
 from shoal.telemetry.eventlog import append_event
@@ -97,7 +100,9 @@ class HostGeneration:
         self._coordinator = coordinator
         self._display = request.display
         self._table = StoreTable()
-        self._states = [StatusReading(rank=rank) for rank in range(request.num_ranks)]
+        # More than there are ranks at first where hosts have room for spares.
+        self._num_slots = max(request.num_ranks, sum(len(one.ranks) for one in coordinator.connections))
+        self._states = [StatusReading(rank=rank) for rank in range(self._num_slots)]
         self._ended: dict[int, RankEnd] = {}
         self._ends: dict[str, GenerationEnd] = {}
         self._mode = _Mode.RUNNING
@@ -110,6 +115,13 @@ class HostGeneration:
         self._watch = HangWatch(request.config.model_copy(update=alone))
         self._looked_at = time.monotonic()
         self._group: HostsGroup | None = None
+        self._threads = 0
+        is_awaited = request.build_policy is not None and request.takes_hosts
+        self._returning = (
+            ReturningHosts(coordinator, Path(os.path.abspath(request.run_dir)), tell=self._display.message)
+            if is_awaited
+            else None
+        )
         self._absolved: list[RankEnd] = []
         """Ends of ranks whose group went on, or tried to."""
 
@@ -124,11 +136,16 @@ class HostGeneration:
         if self._number:
             self._coordinator.return_lost()
         self._group = self._build_group()
-        threads = self._choose_threads()
+        self._threads = self._choose_threads()
         for connection in self._coordinator.connections:
-            connection.send(self._start(connection, threads))
-        while self._waiting():
-            self._turn()
+            if not connection.lost:
+                connection.send(self._start(connection, self._threads))
+        try:
+            while self._waiting():
+                self._turn()
+        finally:
+            if self._returning is not None:
+                self._returning.close()
         self._display.update(self._states)
         if self._failure is not None:
             raise self._failure
@@ -163,7 +180,7 @@ class HostGeneration:
             module=request.module,
             arguments=tuple(request.arguments),
             shared=tuple(str(threads) if word == THREADS_THERE else word for word in request.shared),
-            num_ranks=request.num_ranks,
+            num_ranks=self._num_slots,
             ranks=connection.ranks,
             run_dir=os.path.abspath(request.run_dir),
             run_id=request.run_id,
@@ -186,7 +203,8 @@ class HostGeneration:
 
     def _turn(self) -> None:
         for connection, message in self._coordinator.turn(_TURN_SECONDS):
-            self._take(connection, message)
+            if self._returning is None or not self._returning.take(connection, message):
+                self._take(connection, message)
         self._table.expire()
         self._take_signals()
         for connection in self._coordinator.connections:
@@ -195,6 +213,11 @@ class HostGeneration:
         if self._group is not None and self._mode is _Mode.RUNNING and not self._group.is_over:
             self._group.look()
             self._follow(self._group)
+            for old, new in [] if self._returning is None else self._returning.turn():
+                self._coordinator.admit(old, new)
+                self._ends.pop(new.name, None)
+                new.send(self._start(new, self._threads))
+                self._group.host_came(old, new)
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
             self._look()
         if self._deadline is not None and self._deadline.is_over:
@@ -208,8 +231,9 @@ class HostGeneration:
         """A host is gone: the others go on, or all end."""
         group = self._group
         if group is not None and (group.is_over or self._mode is _Mode.RUNNING):
+            slots = group.slots_of(connection)
             if group.host_lost(connection) and not group.is_over:
-                self._absolved += [self._unseen_end(rank) for rank in connection.ranks]
+                self._absolved += [self._unseen_end(rank) for rank in slots]
                 self._follow(group)
             if group.gave_up is None:
                 return
@@ -244,6 +268,9 @@ class HostGeneration:
                     self._states[reading.rank] = _read(reading)
         elif isinstance(message, Ended):
             self._notice_end(connection, message.end)
+        elif isinstance(message, Paced):
+            if self._group is not None:
+                self._group.paced(message)
         elif isinstance(message, Said | Lost):
             if self._group is not None and self._mode is _Mode.RUNNING and not connection.lost:
                 self._group.said(message) if isinstance(message, Said) else self._group.lost(message)
