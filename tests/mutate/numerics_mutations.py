@@ -67,6 +67,15 @@ NUMERICS = [
     ),
     Mutation(
         promise=ISLANDS,
+        what="ranks of an island code blocks that a shard's cut divides, each its own part",
+        file="src/shoal/replicas/shards.py",
+        old="        if not self._is_cut:\n            return\n",
+        new="        if True:\n            return\n",
+        test="tests/parity/test_islands.py::test_islands_equal_one_process_that_plays_them_all[2]",
+        seconds=40,
+    ),
+    Mutation(
+        promise=ISLANDS,
         what="an island that is not finite counts in the number that the others are divided by",
         file="src/shoal/replicas/exchange.py",
         old="divisor=1 if self._by_samples else self.members.count",

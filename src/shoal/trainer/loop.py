@@ -116,7 +116,7 @@ class Trainer:
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        size = {"world_size": self.world.size, "num_logical": self.world.num_logical}
+        size = {"world_size": self.world.size, "num_logical": self.world.planned_replicas}
         self.setup = resolve_alone(train, plan, setup=setup, num_samples=samples, tokens_per_sample=tokens, **size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
@@ -154,7 +154,7 @@ class Trainer:
             model,
             self.data,
             loss,
-            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.num_logical),
+            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.planned_replicas),
             settings=self.settings,
             world=self.world,
             status=status,
@@ -298,7 +298,9 @@ class Trainer:
     @property
     def batch(self) -> int:
         """Samples of the next step, where its epoch has as many left."""
-        return batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        planned = batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        # With ``elastic.batch`` scale every replica that is present keeps its share.
+        return planned * self.engine.mesh.num_sharing(self.plan) // self.plan.num_shares
 
     def _open_loader(self) -> RoundBatches:
         return RoundBatches(
@@ -307,7 +309,7 @@ class Trainer:
             position=self.progress.position,
             micro_batch=self.setup.micro_batch,
             rounds=self.engine.mesh.rounds if self.plan.islands == 1 else [self.engine.mesh.replica],
-            num_replicas=self.plan.num_shares,
+            num_replicas=self.engine.mesh.num_sharing(self.plan),
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             prefetch=self.prefetch,
