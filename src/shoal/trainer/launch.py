@@ -134,6 +134,19 @@ def _cause_of(outcome: Outcome) -> str:
     return "it was stopped before its first step"
 
 
+def _num_ranks(prepared: Prepared) -> int:
+    return ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
+
+
+def _host_rules(prepared: Prepared) -> dict[str, Any]:
+    """What a request says of several hosts."""
+    return {
+        "takes_hosts": prepared.recipe.elastic.starts_more,
+        "why_shared": _why_shared(prepared),
+        "survives_hosts": prepared.setup.plan.ps > 0,
+    }
+
+
 def supervise_ranks(
     prepared: Prepared,
     before: dict[str, Any] | None,
@@ -156,8 +169,7 @@ def supervise_ranks(
         module: what a rank is; with parameter servers on several hosts, the process of a role.
     """
     started = time.time()
-    run_dir, plan = prepared.run_dir, str(prepared.setup.plan)
-    world_size = ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
+    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), _num_ranks(prepared)
     threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
         f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {prepared.setup.total_steps} steps, "
@@ -178,9 +190,7 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
-            takes_hosts=prepared.recipe.elastic.starts_more,
-            why_shared=_why_shared(prepared),
-            survives_hosts=prepared.setup.plan.ps > 0,
+            **_host_rules(prepared),
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
