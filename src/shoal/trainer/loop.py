@@ -326,9 +326,8 @@ class Trainer:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
         limit = loss_limit(recovery, self.settings.train)
-        lr = StepRate(
-            self.settings, self.progress, self.total_steps, self.adapt, self.growth(self.batch, self.optimizer)
-        )
+        growth = self.growth(self.batch, self.optimizer)
+        lr = StepRate(self.settings, self.progress, self.total_steps, self.adapt, growth)
         self.receipt.before_step(batch)
         result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
@@ -421,10 +420,9 @@ class Trainer:
             self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
-        if self.engine.requests.take_save() and not self.persistence.is_due(step):
+        if (is_asked := self.engine.requests.take_save()) and not self.persistence.is_due(step):
             self._compare_replicas()
-            self._save()
-        if self.persistence.is_due(step):
+        if is_asked or self.persistence.is_due(step):
             self._save()
         self.boundaries.note(self.progress, self.engine.hooks.state)
 
