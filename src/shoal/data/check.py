@@ -11,6 +11,7 @@ from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
     StdlibConfig,
+    StoreConfig,
     SyntheticConfig,
     TextConfig,
     TokensConfig,
@@ -19,6 +20,7 @@ from shoal.data.config import (
 from shoal.data.order import split_positions
 from shoal.data.sources.corpus import VOCAB, find_corpus
 from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
+from shoal.data.sources.storefile import open_store_data
 from shoal.data.sources.synthetic import describe_synthetic
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
@@ -52,6 +54,11 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         spec = DataSpec(kind="tokens", vocab=file.vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
         counts = [count_windows(len(part), config.sequence) for part in parts]
         return _summary(spec, counts, f"{file.ids.size} token ids of {file.vocab} in {config.path}")
+    if isinstance(config, StoreConfig):
+        data = open_store_data(config)
+        return _summary(
+            data.spec, data.counts, f"version {data.reader.version} of {config.path}, {len(data.reader)} rows"
+        )
     if isinstance(config, SyntheticConfig):
         parts = split_positions(config.samples, config.validation, config.test)
         return _summary(

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
+from shoal.data.tiers.config import CacheConfig
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -17,6 +18,11 @@ class _Loaded(Config):
     """Share of the data held out for validation."""
     test: Share = 0.05
     """Share of the data held out for the final test."""
+    order: Literal["full", "window", "time"] = "full"
+    """How an epoch is shuffled: full: all samples; window: the samples of some blocks, then of the next ones, so that each block
+    is fetched once; time: not at all, the samples as they lie."""
+    window: Count | None = None
+    """With order = "window": blocks of a window. Five for every sample of a global batch mix well."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -24,6 +30,13 @@ class _Loaded(Config):
 
     @model_validator(mode="after")
     def _leave_some_for_training(self) -> Self:
+        if (self.window is not None) != (self.order == "window"):
+            fix = (
+                "give data.window, the blocks that are mixed (five for every sample of train.global_batch)"
+                if self.window is None
+                else "leave window out"
+            )
+            raise ValueError(f"order is {self.order!r} and window is {self.window}; {fix}")
         if self.validation + self.test >= 1.0:
             raise ValueError(
                 f"validation {self.validation:g} + test {self.test:g} leave nothing for training; make their sum less than 1"
@@ -68,6 +81,41 @@ class TokensConfig(_Loaded):
     """Number of token ids; one more than the highest id in the file when left out."""
     sequence: Count = 256
     """Tokens per sample."""
+
+
+class StoreConfig(_Loaded):
+    """A store that ``shoal data build`` made: its rows, or windows over its token ids."""
+
+    source: Literal["store"] = "store"
+    """Which data this is."""
+    path: str
+    """The store's folder or address."""
+    version: Count | None = None
+    """Which version is read; the newest when the run starts, which its own recipe then names, when left out."""
+    split: str | None = None
+    """A split that ``shoal data split`` made; the shares ``validation`` and ``test``, in the order of rows, when left out."""
+    inputs: tuple[str, ...] = ()
+    """Columns that the model takes; all of numbers but the target when left out."""
+    target: str | None = None
+    """The column that is predicted: whole numbers are classes, others a regression."""
+    targets: tuple[str, ...] = ()
+    """Several columns that are predicted together, a regression; instead of ``target``."""
+    sequence: Count | None = None
+    """Of token ids: tokens per sample."""
+    tokens: str | None = None
+    """The column of token ids; the only one of whole numbers when left out."""
+    vocab: Count | None = None
+    """Number of token ids; one more than the highest in the store when left out."""
+    cache: CacheConfig = CacheConfig()
+    """What is kept near of a store that is not on this machine."""
+    load: Literal["whole", "blocks", "index"] = "index"
+    """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
+
+    @model_validator(mode="after")
+    def _say_one_target(self) -> Self:
+        if self.target is not None and self.targets:
+            raise ValueError("target and targets both say what is predicted; leave one of them out")
+        return self
 
 
 class SyntheticConfig(_Loaded):
@@ -133,11 +181,16 @@ class OwnDataConfig(_Loaded):
         if self.sampler is not None and (self.pack is not None or not self.shuffle):
             other = "pack" if self.pack is not None else "shuffle = false"
             raise ValueError(f"sampler says the order of samples and does not go with {other}; leave one of them out")
+        if self.order != "full" and (self.sampler is not None or not self.shuffle):
+            other = "sampler" if self.sampler is not None else "shuffle = false"
+            raise ValueError(f"order = {self.order!r} and {other} both say the order of samples; leave one of them out")
         return self
 
 
-AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
-DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")
+AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | StoreConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
+DataConfig = tagged(
+    StdlibConfig, TextConfig, TokensConfig, StoreConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source"
+)
 
 
 def load_collate(config: OwnDataConfig) -> Callable[..., Any] | None:

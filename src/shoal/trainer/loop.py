@@ -59,7 +59,7 @@ from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
-from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback
+from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
 from shoal.trainer.steprate import StepRate, build_adapt, window_rates
@@ -137,6 +137,7 @@ class Trainer:
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
             self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
+            self.receipt = self.persistence.open_receipt(data.train, lambda: self.boundaries.is_kept)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
             if not recovers:  # Or whoever builds it gives it the state to go on from.
@@ -186,14 +187,8 @@ class Trainer:
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
             self.reporter.tell(*filter(None, [self.engine.restored()]))
-            # A synchronous pipeline has no history of versions that a later one could go on with.
-            plain = replace(restored.progress, async_signature="", async_start=0)
-            self.progress = signed(plain, self.engine.asynchronous)
-            if (pipeline := self.engine.asynchronous) is not None and pipeline.start == self.progress.step > 0:
-                self.reporter.tell(
-                    f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at "
-                    f"step {self.progress.step}, as at the start of a run"
-                )
+            self.progress, said = went_on(restored.progress, self.engine.asynchronous)
+            self.reporter.tell(*filter(None, [said]))
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
             self.recall()
         else:
@@ -202,6 +197,7 @@ class Trainer:
     def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
+        self.reporter.warn(*filter(None, [self.receipt.take_up(self.progress.receipt, self.progress.position)]))
         self._heed()
 
     def _heed(self) -> None:
@@ -326,6 +322,7 @@ class Trainer:
         lr = StepRate(
             self.settings, self.progress, self.total_steps, self.adapt, self.growth(self.batch, self.optimizer)
         )
+        self.receipt.before_step(batch)
         result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
@@ -362,6 +359,7 @@ class Trainer:
                     result, step=step + place + 1, plan=self.plan, fallback=self.persistence.fall_back()
                 )
             lr = rates[(place + 1) * updates - 1]
+            self.receipt.before_step(batch)
             done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
             self.reporter.step(done)
             self._after_step(done.step, is_taken=result.is_taken)
@@ -382,9 +380,8 @@ class Trainer:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
         scale = before.loss_scale
-        self.progress = before.after(
-            loss=result.loss, is_taken=result.is_taken, position=batch.position, tokens=tokens, seconds=seconds
-        )
+        receipt = self.receipt.after_step(batch)
+        self.progress = before.after(result, position=batch.position, tokens=tokens, seconds=seconds, receipt=receipt)
         if self.engine.precision.scales_loss:
             self.progress = replace(self.progress, loss_scale=scale.after_step(result.is_finite))
         return StepDone(
@@ -426,7 +423,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
-        self.progress = replace(self.progress, callbacks=self.engine.hooks.state())
+        self.progress = replace(self.progress, callbacks=self.engine.hooks.state(), receipt=self.receipt.agree())
         if self.persistence.save(self.engine.state_to_save(self.progress.step), self.progress):
             for hook in self.engine.hooks:
                 hook.on_save(self.progress.step)

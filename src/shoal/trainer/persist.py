@@ -21,7 +21,9 @@ from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.data.source import Source
 from shoal.data.streams.shards import gather_position
+from shoal.engine.batches.receipt import ReceiptCounter
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
@@ -88,6 +90,21 @@ class Persistence:
                 settle=reporter.flush,
                 storage=opened.storage,
             )
+
+    def open_receipt(self, source: Source, each_step: Callable[[], bool]) -> ReceiptCounter:
+        """What counts the samples of an epoch, of which checkpoints keep the sum so far."""
+        return ReceiptCounter(
+            source,
+            world=self.world,
+            replica=self.replica,
+            seed=self.seed,
+            each_step=each_step,
+            report=self._report_receipt,
+        )
+
+    def _report_receipt(self, event: Event) -> None:
+        self.reporter.event(event)
+        self.reporter.flush()  # There is one in an epoch, and a rank that is killed next must not take it along.
 
     def _report(self, event: Event) -> None:
         self.reporter.event(event)

@@ -178,6 +178,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "steps": progress.step,
         "skipped_steps": progress.skipped,
         "rollbacks": progress.recovery.rollbacks,
+        "epochs_proved": 0 if progress.receipt is None else progress.receipt.proved,
         "first_loss": progress.first_loss,
         "final_loss": progress.last_loss,
         "validation_loss": progress.validation_loss,

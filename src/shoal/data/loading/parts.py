@@ -94,7 +94,12 @@ def build_order(source: Source, *, global_batch: int, seed: int, options: Loader
         # In the order in which they come; whoever reads many epochs of one goes through a loader.
         options = replace(LoaderOptions(), shuffle=False, drop_last=options.drop_last)
     return StepOrder(
-        sampling=build_sampling(options, num_samples=len(source), seed=seed),
+        sampling=build_sampling(
+            options,
+            num_samples=len(source),
+            seed=seed,
+            blocks=getattr(source, "block_starts", None),
+        ),
         global_batch=global_batch,
         drop_last=options.drop_last,
         max_tokens=options.max_tokens,

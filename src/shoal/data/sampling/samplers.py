@@ -21,6 +21,7 @@ from shoal.core.functions import call_own
 from shoal.core.seeding import derive_key
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Ids, Position, permute, uniform
+from shoal.data.sampling.window import Windowed, check_blocks, even_blocks
 from shoal.telemetry.rngstate import seeded
 
 _AHEAD = 4096
@@ -202,13 +203,14 @@ def draws_alone(sampler: Any) -> bool:
     return isinstance(sampler, Sequence) or isinstance(getattr(sampler, "generator", None), torch.Generator)
 
 
-def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int) -> Sampling:
+def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int, blocks: Ids | None = None) -> Sampling:
     """The order that options ask for.
 
     Args:
         options: of the loader.
         num_samples: of the dataset.
         seed: of the run.
+        blocks: the first sample of each block of the dataset, and ``num_samples``; even ones when left out.
 
     Raises:
         RequestError: a sampler that deals samples out to processes itself, or weights that are none.
@@ -224,6 +226,11 @@ def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int) -> Sa
         )
     if options.batch_sampler is not None:
         return Sampled(options.batch_sampler, seed=seed, num_data=num_samples, is_batches=True)
+    if sampler is None and options.window is not None and num_samples:
+        starts = even_blocks(num_samples) if blocks is None else check_blocks(blocks, num_samples)
+        return Windowed(seed, starts, options.window)
+    if sampler is None and options.order == "time":
+        return Sequential(num_samples)
     if sampler is None:
         return Sequential(num_samples) if options.shuffle is False else Shuffled(seed, num_samples)
     if isinstance(sampler, DistributedSampler):
