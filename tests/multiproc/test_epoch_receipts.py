@@ -77,6 +77,15 @@ def test_a_count_by_rank_under_tp_is_seen_and_ranks_of_a_replica_are_compared(sh
     assert "ranks 0 and 1 compute replica 0 together and trained on different samples" in done.stderr
 
 
+def test_a_rank_that_reads_slowly_is_named(shoal, recipe):
+    done = train(shoal, recipe, "dp=2", 8, bug="slow")
+    (slow, *_) = read_events(shoal.folder / "run", 0, "reader_slow")
+    assert (
+        slow["slow_rank"] == 1 and slow["load_seconds"] > 3 * slow["usual_seconds"] and slow["source"] == "ArraySource"
+    )
+    assert "rank 1 took" in done.stderr and "look at its disk" in done.stderr
+
+
 PLANS = [
     "dp=4",
     "dp=3",

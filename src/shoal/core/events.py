@@ -218,7 +218,38 @@ class EpochReceipt(Event):
     """Of the hashes of their numbers, modulo 2^128, in hexadecimal digits."""
     expected_rows: int | None = None
     expected: str = ""
+    replayed: int = 0
+    """Samples of the past that came again, besides each sample once (``data.replay``); ``rows`` has them too."""
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGrew(Event):
+    """The run took up a newer version of its data."""
+
+    kind: ClassVar[str] = "data_grew"
+    epoch: int
+    """The first that reads it."""
+    version: int
+    samples: int
+    """Of the training split."""
+    added: int
+    """Since the version before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSlow(Event):
+    """One rank's loading takes much longer than that of the others, which wait for it."""
+
+    kind: ClassVar[str] = "reader_slow"
+    slow_rank: int
+    load_seconds: float
+    """That its loading took since all ranks counted together last."""
+    usual_seconds: float
+    """The other ranks', in the middle."""
+    steps: int
+    source: str
+    """What is read: an address, or the kind of source."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,9 +40,15 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
         RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
     """
     found = _build(config, seed)
-    if config.order != "full" and not isinstance(found.train, Streamed):
+    if (config.order != "full" or config.replay) and not isinstance(found.train, Streamed):
         train: Any = found.train
-        train.options = replace(options_of(train), order=config.order, window=config.window)
+        train.options = replace(
+            options_of(train),
+            order=config.order,
+            window=config.window,
+            replay=config.replay,
+            replay_last=config.replay_last,
+        )
     return found
 
 

@@ -23,6 +23,11 @@ class _Loaded(Config):
     is fetched once; time: not at all, the samples as they lie."""
     window: Count | None = None
     """With order = "window": blocks of a window. Five for every sample of a global batch mix well."""
+    replay: Share = 0.0
+    """Share of an epoch's samples that were met before and come again, evenly between the others; then train.steps
+    says the length."""
+    replay_last: Count | None = None
+    """With replay: draw from so many samples before; from all that were met when left out."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -30,6 +35,8 @@ class _Loaded(Config):
 
     @model_validator(mode="after")
     def _leave_some_for_training(self) -> Self:
+        if self.replay_last is not None and not self.replay:
+            raise ValueError("replay_last is for replay, and replay is 0; leave replay_last out")
         if (self.window is not None) != (self.order == "window"):
             fix = (
                 "give data.window, the blocks that are mixed (five for every sample of train.global_batch)"
@@ -108,6 +115,8 @@ class StoreConfig(_Loaded):
     """Number of token ids; one more than the highest in the store when left out."""
     cache: CacheConfig = CacheConfig()
     """What is kept near of a store that is not on this machine."""
+    follow: bool = False
+    """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
     load: Literal["whole", "blocks", "index"] = "index"
     """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
 

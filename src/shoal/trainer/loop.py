@@ -1,7 +1,6 @@
 """The training loop, as a generator: ``for info in trainer.training_steps(): ...`` and do what you like between steps.
 
-A ``Trainer`` takes a plain module, a loss and data, and runs them as its plan says on as many processes as its launcher
-started. Recipes build one through ``trainer/build.py``; a script can build one directly and needs no recipe.
+A ``Trainer`` runs a plain module on as many processes as its launcher started; recipes build one in ``trainer/build.py``.
 """
 
 import math
@@ -58,6 +57,7 @@ from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
+from shoal.trainer.following import Follower
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
 from shoal.trainer.samedata import SameData
@@ -138,6 +138,7 @@ class Trainer:
             first_scale = self.engine.precision.first_loss_scale
             self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
             self.receipt = self.persistence.open_receipt(data.train, lambda: self.boundaries.is_kept)
+            self.follower = Follower(data.train, self.world, self.receipt, self.reporter.event)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
             if not recovers:  # Or whoever builds it gives it the state to go on from.
@@ -197,6 +198,7 @@ class Trainer:
     def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
+        self.follower.go_on(self.progress)
         self.reporter.warn(*filter(None, [self.receipt.take_up(self.progress.receipt, self.progress.position)]))
         self._heed()
 
@@ -249,6 +251,9 @@ class Trainer:
             if (was_taken := self.boundaries.unsettled) is not None:
                 self._after_step(self.progress.step, is_taken=was_taken)
             while self.progress.step < self.total_steps and self.stopped_by is None:
+                if (grown := self.follower.look(self.progress)) is not None:
+                    self.progress = grown
+                    loader.move(grown.position)
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
                 if self.engine.asynchronous is None:

@@ -17,7 +17,7 @@ from shoal.checkpoint.saver import Saver, open_saver, warn_if_short
 from shoal.checkpoint.whole import committed_names
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RequestError, RunError, ShoalError
-from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
+from shoal.core.events import CheckpointFailed, CheckpointRefused, Event, ReaderSlow
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
@@ -104,6 +104,11 @@ class Persistence:
 
     def _report_receipt(self, event: Event) -> None:
         self.reporter.event(event)
+        if isinstance(event, ReaderSlow):
+            self.reporter.warn(
+                f"rank {event.slow_rank} took {event.load_seconds:.2f} s to load {event.steps} steps of {event.source}, the "
+                f"others {event.usual_seconds:.2f} s: they wait for it; look at its disk, its link and its processors"
+            )
         self.reporter.flush()  # There is one in an epoch, and a rank that is killed next must not take it along.
 
     def _report(self, event: Event) -> None:

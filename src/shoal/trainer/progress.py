@@ -139,6 +139,8 @@ class Progress:
         values["receipt"] = None if self.receipt is None else self.receipt.as_values()
         if not self.position.stream:
             del values["position"]["stream"]
+        if not self.position.version:
+            del values["position"]["version"]
         return {key: value for key, value in values.items() if value or key not in _RARE}
 
     @classmethod
@@ -212,6 +214,7 @@ def _impossible(progress: Progress) -> tuple[str, Any] | None:
         "async_start": progress.async_start,
         "position.epoch": progress.position.epoch,
         "position.offset": progress.position.offset,
+        "position.version": progress.position.version,
         "loss_scale.good_steps": scale.good_steps,
         "plateau.num_worse": plateau.num_worse,
         "recovery.left_out": recovery.left_out,

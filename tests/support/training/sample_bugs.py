@@ -1,10 +1,12 @@
 """Bugs of loading and of counting, planted in the ranks of a run."""
 
 import os
+import time
 from dataclasses import replace
 
 from shoal.data.loading.parts import Share
 from shoal.data.receipt import Counted
+from shoal.data.sources.arrays import ArraySource as Source
 from shoal.engine.batches import receipt
 from shoal.engine.hooks import Hook
 
@@ -23,6 +25,8 @@ class SampleBugs(Hook):
         is_last = model.world.rank == model.world.size - 1
         if bug in ("lose", "repeat") and is_last:
             _spoil_batches(bug)
+        if bug == "slow" and is_last:
+            _load_slowly()
         if bug == "forget":
             honest = receipt.taken_up
             receipt.taken_up = lambda state, **place: replace(honest(state, **place), rows=0, total=0)
@@ -42,3 +46,13 @@ def _spoil_batches(bug):
         return found
 
     Share.cut = cut
+
+
+def _load_slowly():
+    honest = Source.collate
+
+    def collate(self, ids):
+        time.sleep(0.02)
+        return honest(self, ids)
+
+    Source.collate = collate

@@ -37,6 +37,13 @@ class Sampling(Protocol):
         """The ids of the samples at these positions of an epoch."""
 
 
+class OnceEach(Sampling, Protocol):
+    """An order that has every sample once in an epoch, and is known at any position by itself."""
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at any positions of an epoch, in any order."""
+
+
 class Shuffled:
     """Another order in each epoch, worked out many positions at a time: for a few ids numpy costs as much as for thousands."""
 
@@ -61,6 +68,10 @@ class Shuffled:
             self._ids = permute(self._seed, epoch, self._num_samples, positions)
         return self._ids[taken.start - self._start : taken.stop - self._start]
 
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return permute(self._seed, epoch, self._num_samples, positions)
+
 
 @dataclass(frozen=True)
 class Sequential:
@@ -75,6 +86,10 @@ class Sequential:
     def ids(self, epoch: int, taken: slice) -> Ids:
         """See ``Sampling``."""
         return np.arange(taken.start, taken.stop, dtype=np.int64)
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return positions
 
 
 class Weighted:
@@ -274,9 +289,9 @@ class StepOrder:
             stop = self._stop(position, count)
             if position.offset < count and not self._is_left_out(stop - position.offset):
                 ids = self.sampling.ids(position.epoch, slice(position.offset, stop))
-                after = Position(epoch=position.epoch, offset=stop)
+                after = Position(epoch=position.epoch, offset=stop, version=position.version)
                 return ids, position, self._settle(after, count)
-            position = Position(epoch=position.epoch + 1)
+            position = Position(epoch=position.epoch + 1, version=position.version)
         raise RequestError(
             f"drop_last leaves out every batch: an epoch has {count} samples and a batch takes {self.global_batch}; set "
             f"global_batch to {max(1, count)} or less, or drop_last=False"
@@ -294,7 +309,8 @@ class StepOrder:
     def _settle(self, after: Position, count: int) -> Position:
         """The beginning of the next epoch, where nothing of this one is left to take."""
         left = count - after.offset
-        return Position(epoch=after.epoch + 1) if left <= 0 or self._is_left_out(left) else after
+        is_over = left <= 0 or self._is_left_out(left)
+        return Position(epoch=after.epoch + 1, version=after.version) if is_over else after
 
     def _is_left_out(self, num_samples: int) -> bool:
         return self.drop_last and self.max_tokens is None and num_samples < self.global_batch

@@ -83,6 +83,16 @@ class Windowed:
             self._start, self._known = taken.start, self._ids_at(taken.start, stop)
         return self._known[taken.start - self._start : taken.stop - self._start]
 
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        self._begin(epoch)
+        windows = np.searchsorted(self._firsts, positions, side="right") - 1
+        found = np.empty(len(positions), dtype=np.int64)
+        for number in np.unique(windows).tolist():
+            chosen = windows == number
+            found[chosen] = self._mix(number, positions[chosen] - self._firsts[number])
+        return found
+
     def blocks_ahead(self, epoch: int, position: int, count: int) -> Ids:
         """The blocks of the window at a position and of those after it, ``count`` at most, in the order in which they are met."""
         self._begin(epoch)
@@ -109,13 +119,14 @@ class Windowed:
         while start < stop:
             first, end = int(self._firsts[number]), int(self._firsts[number + 1])
             places = np.arange(start - first, min(stop, end) - first, dtype=np.int64)
-            mixed = permute(derive_key("window", self._seed, number), self._epoch, end - first, places)
-            found.append(self._rows_of(number, mixed))
+            found.append(self._mix(number, places))
             start, number = min(stop, end), number + 1
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def _rows_of(self, number: int, places: Ids) -> Ids:
-        """The samples at these places of a window, when its blocks are laid one behind the other."""
+    def _mix(self, number: int, places: Ids) -> Ids:
+        """The samples at these places of a window, whose blocks lie one behind the other before they are mixed."""
+        size = int(self._firsts[number + 1] - self._firsts[number])
+        places = permute(derive_key("window", self._seed, number), self._epoch, size, places)
         first = number * self._window
         ends = self._ends[first : first + self._window + 1] - self._ends[first]
         which = np.searchsorted(ends, places, side="right") - 1

@@ -168,9 +168,9 @@ def _splits_of(built: Any, config: OwnDataConfig, origin: str, collate_fn: Colla
     )
     named: Mapping[str, Any] = built if isinstance(built, Mapping) else {"train": built}
     if is_iterable_only(named.get("train", ())):
-        if config.pack is not None or config.sampler is not None or config.order != "full":
+        if config.pack is not None or config.sampler is not None or config.order != "full" or config.replay:
             raise RequestError(
-                f"{origin} returned an iterable dataset, which data.pack, data.sampler and data.order cannot index; "
+                f"{origin} returned an iterable dataset, which data.pack, data.sampler, data.order and data.replay cannot index; "
                 "leave them out"
             )
         held_out = _named_parts({**named, "train": ()}, origin)
@@ -239,8 +239,8 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
     asked = [key for key in ("sampler", "batch_sampler", "weights", "max_tokens") if getattr(options, key) is not None]
     if options.shuffle:
         asked.append("shuffle")
-    if options.order != "full":
-        asked.append("order")
+    if options.order != "full" or options.replay:
+        asked.append("order" if options.order != "full" else "replay")
     if asked:
         raise RequestError(
             f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "

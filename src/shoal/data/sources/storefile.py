@@ -1,12 +1,12 @@
 """What a ``[data]`` section makes of a store, before any process starts: which version, rows and shapes. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
-from shoal.core.errors import RequestError
+from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StoreConfig
 from shoal.data.order import split_positions
 from shoal.data.spec import DataSpec
@@ -36,6 +36,8 @@ class StoreData:
     targets: tuple[str, ...] = ()
     tokens: TokenSequence | None = None
     """Where samples are windows of token ids."""
+    follows: bool = False
+    """The run takes up newer versions."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -48,6 +50,39 @@ class StoreData:
             return length
         assert self.spec.sequence is not None
         return max(0, (length - 1) // self.spec.sequence)
+
+    def newest_version(self) -> int:
+        """Of the store, as it is now."""
+        return self.reader.folder.newest_version() or self.reader.version
+
+    def grown(self, version: int) -> "StoreData":
+        """A newer version of the same columns.
+
+        Raises:
+            RequestError: there is no such version.
+            RunError: it has other columns, values are missing, or a class is beyond those that the model was made for.
+        """
+        reader = StoreReader(self.reader.folder, self.reader.folder.manifest(version))
+        origin = f"version {version} of {self.reader.folder.address}"
+        if reader.manifest.schema != self.reader.manifest.schema or len(reader) < len(self.reader):
+            raise RunError(
+                f"{origin} does not go on from version {self.reader.version}: it has other columns, or fewer rows"
+            )
+        for number in range(self.reader.num_blocks, reader.num_blocks):
+            stats = reader.block_stats(number)
+            for name in (*self.inputs, *self.targets):
+                if stats[name].missing:
+                    raise RunError(
+                        f"{origin} has rows without a value in column {name!r}, which the model takes; they were "
+                        f"appended in block {number}"
+                    )
+            highest = stats[self.targets[0]].max if self.spec.kind == "classes" else None
+            if highest is not None and self.spec.classes is not None and highest >= self.spec.classes:
+                raise RunError(
+                    f"{origin} has the class {int(highest)} in column {self.targets[0]!r}, and the model was made for "
+                    f"{self.spec.classes} classes; train a new model on it, or leave such rows out"
+                )
+        return replace(self, reader=reader)
 
     def digest(self, part: RowSelection) -> str:
         """Of the samples of a part: of the digests of all blocks, the rows, and the columns in their order."""
@@ -114,6 +149,10 @@ def _open_tokens(config: StoreConfig, reader: StoreReader, split: Split | None) 
         raise RequestError(
             "data.sequence makes samples of token ids alone; leave it out, or data.inputs and data.target"
         )
+    if config.follow:
+        raise RequestError(
+            "data.follow is for rows, and data.sequence makes samples of token ids that go over many rows; leave one of them out"
+        )
     column = choose_tokens(reader.manifest.schema, config.tokens)
     tokens = TokenSequence(reader, column)
     if tokens.lowest < 0:
@@ -158,7 +197,14 @@ def _open_rows(config: StoreConfig, reader: StoreReader, split: Split | None) ->
         if not len(train):
             raise RequestError(f"data.split: {split.name!r} has no row to train on")
     spec = _describe(reader, inputs, targets)
-    return StoreData(reader=reader, spec=spec, parts=(train, validation, test), inputs=inputs, targets=targets)
+    return StoreData(
+        reader=reader,
+        spec=spec,
+        parts=(train, validation, test),
+        inputs=inputs,
+        targets=targets,
+        follows=config.follow,
+    )
 
 
 def _check_numbers(field: Field) -> None:

@@ -22,8 +22,43 @@ class StoreRows:
     def __init__(self, data: StoreData, part: RowSelection) -> None:
         self._data, self._part = data, part
         self.options = LoaderOptions()
-        self.block_starts = self._part.blocks(data.reader.block_starts)
+        self._first_data, self._first_part = data, part
+        self.follows = data.follows
+        self.waits_for_storage = data.reader.folder.local_path() is None
+        """Batches are waited for rather than computed: several threads load them side by side."""
+
+    @property
+    def block_starts(self) -> NDArray[np.int64]:
         """(blocks + 1,): the first sample of each block that has some, and the number of samples."""
+        return self._part.blocks(self._data.reader.block_starts)
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return self._data.reader.folder.address
+
+    @property
+    def row_hashes(self) -> int | None:
+        """What the receipt of an epoch comes to, as the store's manifest says; None where this is a part of the rows."""
+        reader = self._data.reader
+        return reader.manifest.row_hashes if len(self) == len(reader) else None
+
+    @property
+    def version(self) -> int:
+        """Of the store."""
+        return self._data.reader.version
+
+    def newest_version(self) -> int:
+        """Of the store, as it is now."""
+        return self._data.newest_version()
+
+    def grow(self, version: int) -> None:
+        """See ``Growing``."""
+        first = self._first_part
+        self._data = self._first_data.grown(version)
+        added = np.array([len(self._first_data.reader), len(self._data.reader)], dtype=np.int64)
+        if added[0] < added[1]:
+            self._part = RowSelection(np.append(first.starts, added[:1]), np.append(first.stops, added[1:]))
 
     def __len__(self) -> int:
         return len(self._part)

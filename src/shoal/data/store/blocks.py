@@ -5,6 +5,7 @@ and time (``checks/watch.py``).
 """
 
 import mmap
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -55,6 +56,8 @@ class Blocks:
         self._is_proven = np.zeros(len(blocks), dtype=np.bool_)
         self._can_map = folder.local_path() is not None if fetch is None else False
         self._held = 0
+        self._lock = threading.Lock()
+        """Of what is kept: several threads may read, and a block is loaded without it."""
         self.num_opened = 0
         """How often a block was opened, for tests and measurements."""
 
@@ -68,14 +71,19 @@ class Blocks:
         if found is not None:
             if self._held > self._room // 2 or len(self._open) > MAX_MAPPED // 2:
                 # Only then does it matter who goes next.
-                self._open.move_to_end(number)
+                with self._lock:
+                    if number in self._open:
+                        self._open.move_to_end(number)
             return found[0]
         table, size = self._load(number)
-        self._open[number] = table, size
-        self._held += size
-        while len(self._open) > 1 and (self._held > self._room or len(self._open) > MAX_MAPPED):
-            _, (_, gone) = self._open.popitem(last=False)
-            self._held -= gone
+        with self._lock:
+            if (other := self._open.get(number)) is not None:
+                return other[0]  # Another thread was quicker.
+            self._open[number] = table, size
+            self._held += size
+            while len(self._open) > 1 and (self._held > self._room or len(self._open) > MAX_MAPPED):
+                _, (_, gone) = self._open.popitem(last=False)
+                self._held -= gone
         return table
 
     def ref(self, number: int) -> FileRef:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from shoal.comm.world import World
 from shoal.core.errors import RunError
-from shoal.core.events import EpochReceipt, Event
+from shoal.core.events import EpochReceipt, Event, ReaderSlow
 from shoal.data.loading.loader import StepBatch
 from shoal.data.loading.parts import build_order, options_of
+from shoal.data.loading.slowness import SlowReader, find_slow_reader
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
 from shoal.data.receipt import (
@@ -29,11 +30,15 @@ from shoal.data.receipt import (
     share_of_range,
     taken_up,
 )
-from shoal.data.sampling.samplers import Sampled, Weighted
+from shoal.data.sampling.replay import Replayed
+from shoal.data.sampling.samplers import Sampled, Sampling, Weighted
 from shoal.data.source import Source, Streamed
 
 _FOLD_AT = 4096
 """Ids that are kept before they are hashed: a few ids cost numpy as much as thousands."""
+_STEPS_OF_LOADING = 5
+"""Fewer say nothing of how quick a rank reads."""
+_REPLAYED_AT_ONCE = 1 << 16
 _WORD = (1 << 31) - 1
 _NUM_WORDS = 5
 
@@ -91,7 +96,7 @@ class ReceiptCounter:
         self._source, self._world, self._replica, self._seed = source, world, replica, seed
         self._options = options or options_of(source)
         self._each_step = each_step
-        self._report = report
+        self.report = report
         self._why = why_no_receipt(source, self._options)
         self._samples = 0 if self._why else len(source)
         self._order = "" if self._why else self._describe()
@@ -101,6 +106,7 @@ class ReceiptCounter:
         self._pending: list[NDArray[np.int64]] = []
         self._num_pending = 0
         self._offset = 0
+        self._load_seconds, self._num_steps = 0.0, 0
         self._ahead: _Ahead | None = None
         self._expected: Counted | None = None
 
@@ -108,16 +114,25 @@ class ReceiptCounter:
         chosen = self._options
         kind = "as they lie" if chosen.shuffle is False else chosen.order
         window = "" if chosen.window is None else f" of {chosen.window} blocks"
-        return f"{self._samples} samples, seed {self._seed}, order {kind}{window}"
+        replay = f", replay {chosen.replay:g} of the last {chosen.replay_last or 'all'}" if chosen.replay else ""
+        return f"{self._samples} samples, seed {self._seed}, order {kind}{window}{replay}"
 
     def take_up(self, state: ReceiptState | None, position: Position) -> str | None:
         """Go on at a position; what to tell the user of it, if anything."""
+        if not self._why and len(self._source) != self._samples:
+            self._samples, self._expected = len(self._source), None
+            self._order = self._describe()
         self.state = taken_up(state, epoch=position.epoch, offset=position.offset, order=self._order)
         self._own, self._pending, self._num_pending, self._ahead = Counted(), [], 0, None
         self._offset = position.offset
         if self._why or not self.state.reason:
             return None
         return f"epoch {position.epoch} will have no receipt: {self.state.reason}"
+
+    def give_up(self, reason: str) -> None:
+        """This epoch cannot be proved any more. All ranks do it together."""
+        if not self._why and not self.state.reason:
+            self.state = replace(self.state, reason=reason)
 
     def before_step(self, batch: StepBatch) -> None:
         """Announce the batch of the next step. All ranks call it together; they count together where an epoch ends with it."""
@@ -136,9 +151,10 @@ class ReceiptCounter:
             RunError: the epoch that it ended was not every sample once. All ranks raise together.
         """
         is_end = batch.position.epoch != batch.epoch
+        self._load_seconds, self._num_steps = self._load_seconds + batch.load_seconds, self._num_steps + 1
         if self._why:
             if is_end and self._world.is_first:
-                self._report(EpochReceipt(epoch=batch.epoch, rows=0, ok=None, reason=self._why))
+                self.report(EpochReceipt(epoch=batch.epoch, rows=0, ok=None, reason=self._why))
             return None
         self._offset = 0 if is_end else batch.position.offset
         ahead, self._ahead = self._ahead, None
@@ -151,7 +167,7 @@ class ReceiptCounter:
             return self.state
         self.state, self._own, self._pending, self._num_pending = ahead.state, Counted(), [], 0
         if ahead.event is not None and self._world.is_first:
-            self._report(ahead.event)
+            self.report(ahead.event)
         if ahead.failure is not None:
             raise ahead.failure
         return self.state
@@ -173,12 +189,24 @@ class ReceiptCounter:
         """The state with what all ranks have counted since the last time, and ``more`` on this one."""
         self._fold()
         mine = self._own + more
-        told = self._world.all_gather(_as_tensor([self._replica, mine.rows], mine.total).to(self._world.device))
-        parts = []
-        for rank, one in enumerate(told):
-            (replica, rows), total = _from_tensor(one, 2)
+        own = _as_tensor([self._replica, mine.rows, round(self._load_seconds * 1e6)], mine.total)
+        parts, seconds = [], []
+        for rank, one in enumerate(self._world.all_gather(own.to(self._world.device))):
+            (replica, rows, micros), total = _from_tensor(one, 3)
             parts.append(RankCount(rank=rank, replica=replica, counted=Counted(rows=rows, total=total)))
+            seconds.append(micros / 1e6)
+        if self._num_steps >= _STEPS_OF_LOADING:
+            self._tell_slow(find_slow_reader(seconds, self._num_steps))
         return self.state.plus(add_replicas(parts))
+
+    def _tell_slow(self, slow: SlowReader | None) -> None:
+        if slow is not None and self._world.is_first:
+            source = str(getattr(self._source, "address", type(self._source).__name__))
+            steps, seconds, usual = self._num_steps, slow.seconds, slow.usual
+            self.report(
+                ReaderSlow(slow_rank=slow.rank, load_seconds=seconds, usual_seconds=usual, steps=steps, source=source)
+            )
+        self._load_seconds, self._num_steps = 0.0, 0
 
     def _settle(self, agreed: ReceiptState, batch: StepBatch) -> _Ahead:
         """The end of an epoch."""
@@ -186,14 +214,21 @@ class ReceiptCounter:
         if agreed.reason:
             event = EpochReceipt(**counted, ok=None, reason=agreed.reason)
             return _Ahead(state=agreed.next_epoch(is_proved=False), event=event)
-        expected = self._whole() - self._left_out(agreed.epoch, self._offset + batch.num_samples)
+        replayed = self._replayed(agreed.epoch)
+        expected = self._whole() + replayed - self._left_out(agreed.epoch, self._offset + batch.num_samples)
         found = agreed.counted == expected
         failure = None
         try:
             refuse_difference(agreed.epoch, agreed.counted, expected)
         except RunError as error:
             failure = error
-        event = EpochReceipt(**counted, ok=found, expected_rows=expected.rows, expected=f"{expected.total:032x}")
+        event = EpochReceipt(
+            **counted,
+            ok=found,
+            expected_rows=expected.rows,
+            expected=f"{expected.total:032x}",
+            replayed=replayed.rows,
+        )
         return _Ahead(state=agreed.next_epoch(is_proved=found), event=event, failure=failure)
 
     def _whole(self) -> Counted:
@@ -209,10 +244,23 @@ class ReceiptCounter:
 
     def _left_out(self, epoch: int, stop: int) -> Counted:
         """What ``drop_last`` leaves out at the end of an epoch."""
-        if not self._options.drop_last or stop >= self._samples:
+        sampling = self._sampling()
+        count = sampling.count(epoch)
+        if not self._options.drop_last or stop >= count:
             return Counted()
-        order = build_order(self._source, global_batch=1, seed=self._seed, options=self._options)
-        return Counted.of(order.sampling.ids(epoch, slice(stop, self._samples)))
+        return Counted.of(sampling.ids(epoch, slice(stop, count)))
+
+    def _replayed(self, epoch: int) -> Counted:
+        """Samples of the past that come again in an epoch, besides each sample once."""
+        sampling, found = self._sampling(), Counted()
+        if isinstance(sampling, Replayed):
+            count = sampling.count(epoch)
+            for start in range(0, count, _REPLAYED_AT_ONCE):
+                found += Counted.of(sampling.replayed_ids(epoch, slice(start, min(start + _REPLAYED_AT_ONCE, count))))
+        return found
+
+    def _sampling(self) -> Sampling:
+        return build_order(self._source, global_batch=1, seed=self._seed, options=self._options).sampling
 
 
 def _ids_of(batch: StepBatch) -> NDArray[np.int64]:

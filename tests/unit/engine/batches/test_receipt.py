@@ -78,6 +78,8 @@ def with_a_repeated_one(batch):
         {"order": "window", "window": 1},
         {"order": "time"},
         {"max_tokens": 7},
+        {"replay": 0.25},
+        {"replay": 0.4, "replay_last": 5, "drop_last": True},
     ],
 )
 @pytest.mark.parametrize("each_step", [False, True])
@@ -89,7 +91,11 @@ def test_epochs_are_proved(world, options, each_step):
     train(counter, batches_of(source, 30))
     assert len(events) >= 2 and all(event.ok for event in events)
     assert [event.epoch for event in events] == list(range(len(events))) and counter.state.proved == len(events)
-    assert {event.rows for event in events} == {20 if options.get("drop_last") else SAMPLES}
+    if not options.get("drop_last"):
+        assert {event.rows - event.replayed for event in events} == {SAMPLES}
+    assert all(bool(event.replayed) == ("replay" in options) for event in events)
+    if "replay" not in options:
+        assert {event.rows for event in events} == {20 if options.get("drop_last") else SAMPLES}
 
 
 @pytest.mark.parametrize("wrong", [without_one, with_a_repeated_one])
