@@ -1,6 +1,6 @@
-"""The data room: what caches hit.
+"""The data room: what caches hit, and what fitting costs.
 
-python benchmarks/data/main.py [--only caches]
+python benchmarks/data/main.py [--only caches|fit]
 """
 
 import argparse
@@ -10,8 +10,9 @@ from datetime import date
 from pathlib import Path
 
 from caches import measure_caches
+from fit import measure_fit
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches}
+PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches, "fit": measure_fit}
 
 
 def main() -> None:

@@ -12,8 +12,9 @@ from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
 from promises import Mutation
 from store_mutations import STORES
+from table_mutations import TABLES
 from trust_mutations import TRUST
 
-MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *CACHES, *STORES, *TRUST]
+MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *CACHES, *STORES, *TABLES, *TRUST]
 WITHOUT: dict[str, str] = {}
 """Promises without a mutation, each with the reason."""

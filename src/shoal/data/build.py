@@ -12,6 +12,7 @@ from shoal.data.config import (
     StdlibConfig,
     StoreConfig,
     SyntheticConfig,
+    TableConfig,
     TextConfig,
     TokensConfig,
 )
@@ -23,6 +24,7 @@ from shoal.data.sources.arrays import ArraySource, WindowSource
 from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
 from shoal.data.sources.digits import DIGITS_SPEC, read_digits
 from shoal.data.sources.own import build_own
+from shoal.data.sources.rows import build_rows
 from shoal.data.sources.storerows import build_store_splits
 from shoal.data.sources.synthetic import describe_synthetic, make_arrays
 from shoal.data.sources.tokens import open_tokens
@@ -64,6 +66,8 @@ def _build(config: AnyDataConfig, seed: int) -> Splits:
     if isinstance(config, DigitsConfig):
         found = read_digits()
         return _cut((found.images,), found.digits, config, DIGITS_SPEC, uniform_weight=1)
+    if isinstance(config, TableConfig):
+        return build_rows(config)
     return build_own(config, seed)
 
 

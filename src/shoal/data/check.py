@@ -13,11 +13,14 @@ from shoal.data.config import (
     StdlibConfig,
     StoreConfig,
     SyntheticConfig,
+    TableConfig,
     TextConfig,
     TokensConfig,
     load_build,
 )
 from shoal.data.order import split_positions
+from shoal.data.partition.cut import NAMES
+from shoal.data.prepare import prepare_rows
 from shoal.data.sources.corpus import VOCAB, find_corpus
 from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
 from shoal.data.sources.storefile import open_store_data
@@ -68,6 +71,9 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         require_digits()
         parts = split_positions(NUM_DIGITS, config.validation, config.test)
         return _summary(DIGITS_SPEC, _lengths(parts), f"{NUM_DIGITS} images of digits")
+    if isinstance(config, TableConfig):
+        found = prepare_rows(config)
+        return _summary(found.spec, [len(found.splits[name]) for name in NAMES], "; ".join(found.lines))
     load_build(config)
     return DataSummary(spec=None, train=None, validation=None, test=None, description=f"your own, by {config.build}")
 

@@ -7,7 +7,10 @@ from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
+from shoal.data.labels import LabelsConfig
+from shoal.data.partition.config import CutConfig
 from shoal.data.tiers.config import CacheConfig
+from shoal.data.transform.config import StepConfig
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -160,6 +163,49 @@ class DigitsConfig(_Loaded):
     """Share of the data held out for the final test."""
 
 
+class TableConfig(_Loaded):
+    """Rows of files: CSV, JSON lines, Parquet and Hive folders, Arrow, WebDataset, images, text, tokens."""
+
+    source: Literal["table"]
+    """Which data this is."""
+    path: str
+    """A file, a folder, a pattern with ``*``, or an address such as s3://bucket/folder."""
+    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "images", "text", "tokens"] | None = None
+    """Of the files; by their names when left out."""
+    pattern: str | None = None
+    """Which files of a folder."""
+    where: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Values of ``key=value`` folders; the others are not opened."""
+    inputs: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
+    """Columns of the model's one input; or a table from names of inputs to columns, for a model that takes keywords."""
+    target: str | tuple[str, ...] | None = None
+    """What is predicted: texts and whole numbers are labels, other numbers a regression of one or several columns."""
+    types: dict[str, str] = Field(default_factory=dict)
+    """Types of columns that a look at the first rows gets wrong: bool, int, float, i4, f4, text, time, list:f4."""
+    missing: tuple[str, ...] = ("",)
+    """Texts of a CSV file that stand for a missing value."""
+    delimiter: str | None = None
+    """Between fields of a CSV file."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of raw token ids."""
+    sequence: Count | None = None
+    """Token ids of one row."""
+    rejects: str | None = None
+    """A file for rows that do not fit; without it the first one is an error."""
+    load: Literal["whole"] = "whole"
+    """whole: all rows are in memory."""
+    cut: CutConfig = CutConfig()
+    """How rows are divided into training, validation and test."""
+    prepare: tuple[StepConfig, ...] = ()
+    """Steps that are fitted on the training rows and applied to all."""
+    labels: LabelsConfig = LabelsConfig()
+    """The one vocabulary of labels."""
+    fitted: str | None = None
+    """A folder with the fitted steps of a run, which are then not fitted again; a run writes its own here."""
+    fitted_digest: str | None = None
+    """What the fitted steps must be; a run writes it."""
+
+
 class OwnDataConfig(_Loaded):
     """The user's own map-style ``torch.utils.data.Dataset``."""
 
@@ -196,9 +242,26 @@ class OwnDataConfig(_Loaded):
         return self
 
 
-AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | StoreConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
+AnyDataConfig = (
+    StdlibConfig
+    | TextConfig
+    | TokensConfig
+    | StoreConfig
+    | SyntheticConfig
+    | DigitsConfig
+    | TableConfig
+    | OwnDataConfig
+)
 DataConfig = tagged(
-    StdlibConfig, TextConfig, TokensConfig, StoreConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source"
+    StdlibConfig,
+    TextConfig,
+    TokensConfig,
+    StoreConfig,
+    SyntheticConfig,
+    DigitsConfig,
+    TableConfig,
+    OwnDataConfig,
+    key="source",
 )
 
 

@@ -12,6 +12,7 @@ from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
 from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
 from shoal.data.config import StoreConfig
+from shoal.data.fitted import keep_fitted
 from shoal.data.sources.storefile import pin_version
 from shoal.engine.resolve import RunSetup
 from shoal.launch.runlock import read_holder, release_lock, take_lock
@@ -46,6 +47,8 @@ _MAY_CHANGE = (
     "data.load",
     "data.prefetch",
     "data.workers",
+    "data.fitted",
+    "data.fitted_digest",
 )
 
 
@@ -256,7 +259,9 @@ class Claim:
         written = (self.run.recipe, self.run.plan, self.run.summary)
         self._before = {path: path.read_bytes() for path in written if path.exists()}
         values = {"plan": str(plan), **plan.as_dict(), **(setup.as_dict() if setup is not None else {})}
-        replace_text(self.run.recipe, dump_recipe(recipe))
+        replace_text(
+            self.run.recipe, dump_recipe(recipe.model_copy(update={"data": keep_fitted(recipe.data, self.run.root)}))
+        )
         replace_text(self.run.plan, json.dumps(values, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
 

@@ -9,6 +9,8 @@ import typer
 from shoal.cli.data.bench import bench
 from shoal.cli.data.build import build
 from shoal.cli.data.show import show
+from shoal.cli.data.split import split
+from shoal.cli.data.stats import stats
 from shoal.cli.data.verify import verify
 
 app = typer.Typer(
@@ -20,4 +22,6 @@ app = typer.Typer(
 app.command("build")(build)
 app.command("show")(show)
 app.command("verify")(verify)
+app.command("split")(split)
+app.command("stats")(stats)
 app.command("bench")(bench)

@@ -1,7 +1,7 @@
 """Arrow files, as Hugging Face ``datasets`` saves them: a folder of ``.arrow`` streams with a ``state.json`` that names them.
 
-The library itself is not needed: its columns are Arrow's. Images and audio in them are structs of bytes and path, of which the bytes
-are taken.
+The library itself is not needed: its columns are Arrow's. Images and audio in them are structs of bytes and path, of which
+the bytes are taken.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,8 @@ def _stream(file: DataFile) -> Iterator[Any]:
             length = int.from_bytes(head[4:] if head[:4] == b"\xff\xff\xff\xff" else head[:4], "little")
             if length > min(_MOST_MESSAGE, file.num_bytes):
                 raise RequestError(
-                    f"{file.name} says a message of {format_bytes(length)} in {format_bytes(file.num_bytes)}; it is torn or forged"
+                    f"{file.name} says a message of {format_bytes(length)} in {format_bytes(file.num_bytes)}; it is torn or "
+                    f"forged"
                 )
             opened.seek(0)
             yield ipc.open_stream(opened)

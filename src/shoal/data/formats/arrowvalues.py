@@ -73,7 +73,8 @@ def field_of(name: str, kind: Any, *, where: str) -> Field:
 
 def _refused(name: str, kind: Any, where: str) -> RequestError:
     return RequestError(
-        f"{where}: column {name!r} is {kind}, and a column holds numbers, truth values, times, text, bytes or lists of numbers; leave "
+        f"{where}: column {name!r} is {kind}, and a column holds numbers, truth values, times, text, bytes or lists of "
+        f"numbers; leave "
         "it out with data.columns, or write it flat"
     )
 

@@ -1,7 +1,7 @@
 """CSV files, strictly: a row of another length, or a field that is no value of its column, is an error or goes to the rejects.
 
-The standard library's reader splits rows: pyarrow's fills short rows up in some settings, reads ``1_000`` or hexadecimal numbers in
-others, and says where a value is wrong only while it reads with one thread.
+The standard library's reader splits rows: pyarrow's fills short rows up in some settings, reads ``1_000`` or hexadecimal
+numbers in others, and says where a value is wrong only while it reads with one thread.
 """
 
 import csv
@@ -91,7 +91,8 @@ def _rows(file: DataFile, options: ReadOptions) -> Iterator[tuple[int, list[str]
                 number += 1
     except csv.Error as error:
         raise RequestError(
-            f"{file.name}, row {number} (line {reader.line_num}): {error}; is a quote left open, or data.delimiter not {delimiter!r}?"
+            f"{file.name}, row {number} (line {reader.line_num}): {error}; is a quote left open, or data.delimiter not "
+            f"{delimiter!r}?"
         ) from error
 
 

@@ -106,9 +106,8 @@ def find_files(address: str, pattern: str | None = None) -> list[DataFile]:
     """The files of a dataset, sorted by path, so that rows have one order everywhere.
 
     Args:
-        address: a file, a folder, or either with ``*`` and ``?`` in it. Names that begin with ``.`` or ``_`` are left out of folders,
-            as Spark and Hive do.
-        pattern: which files of a folder; all when left out.
+        address: a file, a folder, or either with ``*`` and ``?`` in it. Names that begin with ``.`` or ``_`` are left out
+            of folders, as Spark and Hive do. pattern: which files of a folder; all when left out.
 
     Raises:
         RequestError: there is none.

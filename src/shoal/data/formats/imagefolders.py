@@ -1,7 +1,7 @@
 """Images in folders: one row per file, the folder being its label, as ``torchvision.datasets.ImageFolder`` has it.
 
-The columns are ``image``, the bytes of the file as they are, ``label``, the folder, and ``path``. Pixels are made by the step ``image`` of
-``data.prepare``, which needs Pillow.
+The columns are ``image``, the bytes of the file as they are, ``label``, the folder, and ``path``. Pixels are made by the
+step ``image`` of ``data.prepare``, which needs Pillow.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""JSON lines: one object per line, read strictly. A key that is not there is a missing value, one that nobody knows is an error."""
+"""JSON lines: one object per line, read strictly. A key that is absent is a missing value; one that nobody knows is an error."""
 
 from collections.abc import Iterator
 from typing import Any

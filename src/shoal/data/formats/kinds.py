@@ -39,7 +39,8 @@ def read_kind(text: str, *, column: str) -> str:
         kind = np.dtype(inner).newbyteorder("<").str
         return LIST + kind if text.startswith(LIST) else kind
     raise RequestError(
-        f"data.types: column {column!r} has the type {text!r}, and there is none; write bool, int, float, i1 to i8, u1 to u8, f2 to "
+        f"data.types: column {column!r} has the type {text!r}, and there is none; write bool, int, float, i1 to i8, u1 "
+        f"to u8, f2 to "
         "f8, text, bytes, time, or list: before one of the numbers"
     )
 

@@ -29,11 +29,13 @@ def iter_lines(file: DataFile, longest: int) -> Iterator[str]:
                 return
             if len(line) > longest:
                 raise RequestError(
-                    f"{file.name}, line {number} has more than {format_bytes(longest)}; is it a file of lines, or data.format another?"
+                    f"{file.name}, line {number} has more than {format_bytes(longest)}; is it a file of lines, or data.format "
+                    f"another?"
                 )
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise RequestError(
-                    f"{file.name}, line {number}: byte {error.start} is no UTF-8; write the file as UTF-8, or is data.format another?"
+                    f"{file.name}, line {number}: byte {error.start} is no UTF-8; write the file as UTF-8, or is data.format "
+                    f"another?"
                 ) from error

@@ -206,7 +206,8 @@ def _join_one(
         name = sorted(gone or new)[0]
         has, lacks = (origin[name], file.name) if gone else (file.name, next(iter(origin.values())))
         raise RequestError(
-            f"the schema changed between shards: column {name!r} is in {has} and not in {lacks}; write it to both, or choose columns "
+            f"the schema changed between shards: column {name!r} is in {has} and not in {lacks}; write it to both, or choose "
+            f"columns "
             "that all files have with data.columns"
         )
     for field in schema.fields:
@@ -220,7 +221,8 @@ def _join_one(
         ):
             assert had is not None
             raise RequestError(
-                f"the schema changed between shards: column {field.name!r} is {_say(had)} in {origin[field.name]} and {_say(field)} in "
+                f"the schema changed between shards: column {field.name!r} is {_say(had)} in {origin[field.name]} and "
+                f"{_say(field)} in "
                 f"{file.name}; write both alike" + (", or say its type in data.types" if is_guessing else "")
             )
         if had is None or had.kind == UNKNOWN:

@@ -20,7 +20,8 @@ class BadRow(RequestError):
     def __init__(self, file: str, row: int, column: str | None, why: str) -> None:
         where = f"{file}, row {row}" + (f", column {column!r}" if column is not None else "")
         super().__init__(
-            f"{where}: {why}; mend the row, say another type in data.types, or let such rows go to a file with data.rejects = PATH"
+            f"{where}: {why}; mend the row, say another type in data.types, or let such rows go to a file with data.rejects "
+            f"= PATH"
         )
         self.file, self.row, self.column, self.why = file, row, column, why
 
@@ -92,7 +93,8 @@ class ReadOptions:
     columns: tuple[str, ...] | None = None
     """These only, in this order; all when left out."""
     types: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of columns that are not left to a look at the first rows: ``f4``, ``i8``, ``bool``, ``text``, ``time``, ``list:f4``."""
+    """Kinds of columns that are not left to a look at the first rows: ``f4``, ``i8``, ``bool``, ``text``, ``time``,
+    ``list:f4``."""
     missing: tuple[str, ...] = ("",)
     """Texts of a CSV file that stand for a missing value."""
     delimiter: str | None = None

@@ -1,7 +1,8 @@
 """The headers of a Parquet file's pages, looked at before anything is unpacked.
 
-A page header says how large its page is when it is unpacked, and a reader allocates that much: a file of a kilobyte can ask for two
-gigabytes. pyarrow has no limit for it, so the headers are read here, in Thrift's compact protocol, of which only what they use is known.
+A page header says how large its page is when it is unpacked, and a reader allocates that much: a file of a kilobyte can ask
+for two gigabytes. pyarrow has no limit for it, so the headers are read here, in Thrift's compact protocol, of which only
+what they use is known.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """WebDataset shards: tar files whose members share a name up to the first dot, ``0001.jpg`` and ``0001.cls`` being one row.
 
-A column is an extension. ``.cls`` and ``.index`` are whole numbers, ``.txt`` and ``.json`` text, the rest bytes. A tar file can ask for
-more than rows: links, devices, paths that leave the folder and headers of any length. Nothing is ever written to a disk here, and all
-of these are refused.
+A column is an extension. ``.cls`` and ``.index`` are whole numbers, ``.txt`` and ``.json`` text, the rest bytes. A tar file
+can ask for more than rows: links, devices, paths that leave the folder and headers of any length. Nothing is ever written
+to a disk here, and all of these are refused.
 """
 
 import tarfile

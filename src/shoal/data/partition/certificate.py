@@ -5,6 +5,7 @@ It is made from the sides that were handed out, not from the rule that made them
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,9 @@ def _split_keys(rows: Mapping[str, Codes], groups: Groups) -> tuple[str, ...]:
 def _check_times(rows: Mapping[str, Codes], times: NDArray[Any], gap: float) -> None:
     filled = [(name, times[part]) for name, part in rows.items() if len(part)]
     step = np.timedelta64(round(gap * 1e6), "us") if times.dtype.kind == "M" else gap
-    for (earlier, before), (later, after) in zip(filled, filled[1:], strict=False):
+    for (earlier, before), (later, after) in pairwise(filled):
         if not before.max() + step < after.min():
             raise RunError(
-                f"{earlier} has a row of {before.max()} and {later} one of {after.min()}; with the gap it must be earlier by {gap:g}"
+                f"{earlier} has a row of {before.max()} and {later} one of {after.min()}; with the gap it must be earlier by "
+                f"{gap:g}"
             )

@@ -119,7 +119,8 @@ def _times(column: Column, config: CutConfig, where: str) -> NDArray[np.generic]
     if len(back) and config.backwards == "refuse":
         row = int(back[0]) + 1
         raise RequestError(
-            f"data.cut: {where}, row {row + 1}: {name} goes back from {values[row - 1]} to {values[row]} ({len(back)} such rows); "
+            f"data.cut: {where}, row {row + 1}: {name} goes back from {values[row - 1]} to {values[row]} ({len(back)} such "
+            f"rows); "
             'sort the data, mend the clock, or set data.cut.backwards = "sort"'
         )
     return values
@@ -132,6 +133,7 @@ def _refuse_empty(
         if share > 1e-9 and not len(part):
             keys = f" of {len(groups.names)} keys" if groups is not None else ""
             raise RequestError(
-                f"data.cut: the {name} split is empty: {where} has {num_rows} rows{keys}, cut by {by}, and its share is {share:g}; give "
+                f"data.cut: the {name} split is empty: {where} has {num_rows} rows{keys}, cut by {by}, and its share is "
+                f"{share:g}; give "
                 f"more data, another key or gap, or set data.{name if name != 'train' else 'validation'} to 0"
             )

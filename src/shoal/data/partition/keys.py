@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def group_rows(column: Column, *, where: str) -> Groups:
 def _spans(column: Column) -> Iterator[tuple[int, int]]:
     assert column.offsets is not None
     places = column.offsets.tolist()
-    return zip(places[:-1], places[1:], strict=True)
+    return pairwise(places)
 
 
 def _unique_bytes(values: list[bytes]) -> tuple[list[bytes], Codes]:

@@ -1,11 +1,12 @@
 """The rules by which rows get their side, on arrays: each returns the side of every row, and -1 for a row that is left out.
 
-Sides are counted; shares are what part of the rows each is to have. Where keys are whole the shares cannot be exact: no side has more
-than its share and the largest key above it.
+Sides are counted; shares are what part of the rows each is to have. Where keys are whole the shares cannot be exact: no
+side has more than its share and the largest key above it.
 """
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def even_ranges(num_rows: int, parts: int) -> list[range]:
     """N rows in K ranges, the remainder spread by one: part k begins at k*q + min(k, r)."""
     size, longer = divmod(num_rows, parts)
     starts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def counts_of(num_rows: int, shares: Shares) -> list[int]:
@@ -79,8 +80,8 @@ def cut_times(times: NDArray[Any], ids: Codes, shares: Shares, gap: float) -> Si
 def cut_groups(groups: Groups, shares: Shares, *, seed: int, split_heavy: bool = False) -> Sides:
     """Whole keys, the heaviest first, each to the side that is then the least full for its share.
 
-    For K equal shares this is the rule of the longest processing time: no side has more than the mean and the largest key, nor more
-    than 4/3 of the best possible (Graham, SIAM J. Appl. Math. 17, 1969).
+    For K equal shares this is the rule of the longest processing time: no side has more than the mean and the largest key,
+    nor more than 4/3 of the best possible (Graham, SIAM J. Appl. Math. 17, 1969).
     """
     sizes = groups.sizes
     codes = groups.codes
@@ -171,7 +172,8 @@ def cut_hashes(hashes: NDArray[np.uint64], shares: Shares) -> Sides:
 
 
 def place_keys(hashes: NDArray[np.uint64], parts: int) -> Sides:
-    """Rendezvous hashing: of K parts each key takes the one that draws the highest for it, so that one part more moves 1/(K+1)."""
+    """Rendezvous hashing: of K parts each key takes the one that draws the highest for it, so that one part more moves
+    1/(K+1)."""
     best = mix(hashes, derive_key("part", 0))
     sides = np.zeros(len(hashes), dtype=np.int64)
     for part in range(1, parts):

@@ -62,7 +62,7 @@ class StoreData:
             RequestError: there is no such version.
             RunError: it has other columns, values are missing, or a class is beyond those that the model was made for.
         """
-        reader = StoreReader(self.reader.folder, self.reader.folder.manifest(version))
+        reader = self.reader.at_version(version)
         origin = f"version {version} of {self.reader.folder.address}"
         if reader.manifest.schema != self.reader.manifest.schema or len(reader) < len(self.reader):
             raise RunError(

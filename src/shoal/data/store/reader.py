@@ -92,6 +92,7 @@ class StoreReader:
         fetched_bytes: int = FETCHED_BYTES,
     ) -> None:
         self.folder, self.manifest = folder, manifest
+        self._read: dict[str, Any] = {"columns": columns, "load": load, "fetch": fetch, "fetched_bytes": fetched_bytes}
         self.block_list = read_blocks(folder, manifest)
         self.block_starts: Rows = self.block_list.starts()
         """(blocks + 1,): the first row of each block, and the number of rows behind the last."""
@@ -110,6 +111,14 @@ class StoreReader:
         self._whole: Table | None = None
         if load == "whole":
             self._whole = concat_tables([self._narrow(self.blocks.table(number)) for number in range(self.num_blocks)])
+
+    def at_version(self, version: int) -> "StoreReader":
+        """Another version, read in the same way.
+
+        Raises:
+            RequestError: there is no such version.
+        """
+        return StoreReader(self.folder, self.folder.manifest(version), **self._read)
 
     @property
     def schema(self) -> Schema:

@@ -210,9 +210,10 @@ class ReceiptCounter:
 
     def _settle(self, agreed: ReceiptState, batch: StepBatch) -> _Ahead:
         """The end of an epoch."""
-        counted = {"epoch": agreed.epoch, "rows": agreed.rows, "sum": f"{agreed.total:032x}"}
+        event = EpochReceipt(
+            epoch=agreed.epoch, rows=agreed.rows, ok=None, sum=f"{agreed.total:032x}", reason=agreed.reason
+        )
         if agreed.reason:
-            event = EpochReceipt(**counted, ok=None, reason=agreed.reason)
             return _Ahead(state=agreed.next_epoch(is_proved=False), event=event)
         replayed = self._replayed(agreed.epoch)
         expected = self._whole() + replayed - self._left_out(agreed.epoch, self._offset + batch.num_samples)
@@ -222,13 +223,8 @@ class ReceiptCounter:
             refuse_difference(agreed.epoch, agreed.counted, expected)
         except RunError as error:
             failure = error
-        event = EpochReceipt(
-            **counted,
-            ok=found,
-            expected_rows=expected.rows,
-            expected=f"{expected.total:032x}",
-            replayed=replayed.rows,
-        )
+        total = f"{expected.total:032x}"
+        event = replace(event, ok=found, expected_rows=expected.rows, expected=total, replayed=replayed.rows)
         return _Ahead(state=agreed.next_epoch(is_proved=found), event=event, failure=failure)
 
     def _whole(self) -> Counted:
