@@ -43,6 +43,8 @@ from shoal.trainer.admission.model import agree_on_model
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.online.publisher import Publisher
+from shoal.trainer.online.watch import DriftWatch
 
 
 def build_parts(
@@ -126,6 +128,8 @@ def build_trainer(
     data = data or build_splits(recipe.data, recipe.train.seed)
     model, loss, data = build_parts(recipe, data=data, model=take_model(data.spec), loads=False)
     agree_on_model(world, model)
+    hooks = list(build_callbacks(recipe.callbacks) if hooks is None else hooks)
+    watch = DriftWatch(recipe.publish.window, RunDir(run_dir).published if world.is_first else None)
     trainer = Trainer(
         model,
         data,
@@ -149,13 +153,24 @@ def build_trainer(
         world=world,
         was_tried=True,
         recovers=recovers,
-        hooks=build_callbacks(recipe.callbacks) if hooks is None else hooks,
+        hooks=[*hooks, *([watch] if recipe.publish.is_on else [])],
         log=recipe.log,
         stop=stop,
     )
     # A run that goes on has the weights of its checkpoint.
     if trainer.progress.step == 0 and not recovers:
         load_init(trainer.engine, recipe)
+    if recipe.publish.is_on:
+        trainer.publisher = Publisher(
+            recipe.publish,
+            run_dir=run_dir,
+            engine=trainer.engine,
+            world=trainer.world,
+            data=data,
+            batch=recipe.eval.batch or trainer.setup.micro_batch,
+            reporter=trainer.reporter,
+            watch=watch,
+        )
     return trainer
 
 
