@@ -28,6 +28,7 @@ from shoal.cli.predict import predict
 from shoal.cli.run import run
 from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
+from shoal.cli.serve import serve
 from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, only_when_done, prepare_completion
 from shoal.cli.train import TrainCommand, train
@@ -55,6 +56,7 @@ app.command("tune")(tune)
 app.command("calibrate")(calibrate)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
+app.command("serve")(serve)
 app.command("schedule", cls=ScheduleCommand)(schedule)
 app.command("plan")(plan)
 app.command("predict")(predict)

@@ -6,7 +6,6 @@ A disk that refuses costs the refresh and not the run.
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from shoal.core.errors import RequestError
 from shoal.core.events import DriftMeasured, Event, Published, RefreshRefused
 from shoal.core.rundir import RunDir
 from shoal.data.batchform import Branch, Leaf, ModelInputs, flat_targets
-from shoal.data.source import Items, Source, Splits
+from shoal.data.source import Items, SampleIds, Source, Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.model import ParallelModel
-from shoal.engine.parallelize import example_of
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import hash_weights_of
 from shoal.trainer.online.config import PublishConfig
@@ -49,7 +47,7 @@ class NewestRows:
         """See ``Source``."""
         return self._source.uniform_weight
 
-    def collate(self, ids: Sequence[int]) -> Items:
+    def collate(self, ids: SampleIds) -> Items:
         """See ``Source``."""
         return self._source.collate(np.asarray(ids, dtype=np.int64) + self._first)
 
@@ -63,6 +61,7 @@ class Publisher:
         engine: the model.
         world: the ranks.
         data: all splits.
+        taken: what the model takes, by ``describe_inputs`` before a plan laid it out.
         batch: samples per forward pass of an evaluation.
         reporter: told of what happens.
         watch: measures drift.
@@ -76,6 +75,7 @@ class Publisher:
         engine: ParallelModel,
         world: World,
         data: Splits,
+        taken: tuple[tuple[InputField, ...], bool],
         batch: int,
         reporter: Reporter,
         watch: DriftWatch,
@@ -84,7 +84,7 @@ class Publisher:
         self._reporter, self._spec = reporter, data.spec
         self._root, self._recipe = RunDir(run_dir).published, RunDir(run_dir).recipe
         self._held_back = NewestRows(data.validation, config.holdback)
-        self._inputs, self._is_keyed = describe_inputs(engine.model, example_of(data), data.spec)
+        self._inputs, self._is_keyed = taken
         self._next = time.monotonic() + 60 * (config.every_minutes or 0)
         self._last: float | None = None
         self._window = ""
