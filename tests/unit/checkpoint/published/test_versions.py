@@ -60,7 +60,8 @@ def test_a_flipped_bit_and_a_cut_are_refused_with_the_file(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{}", b'{"version": -1, "sha256": "00"}', b'{"version": true, "sha256": ""}', b"[" * 4000, b"x" * 5000]
+    "text",
+    [b"", b"{}", b'{"version": -1, "sha256": "00"}', b'{"version": true, "sha256": ""}', b"[" * 4000, b"x" * 5000],
 )
 def test_a_pointer_that_is_none_is_refused(tmp_path, text):
     (tmp_path / NEWEST).write_bytes(text)
