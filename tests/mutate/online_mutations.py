@@ -27,9 +27,9 @@ ONLINE = [
     ),
     Mutation(
         promise=GATE,
-        what="the verdict is not heeded",
+        what="the decision is not heeded",
         file="src/shoal/trainer/online/publisher.py",
-        old="        if not self._agree(verdict.is_good):",
+        old="        if not self._agree(decision.is_good):",
         new="        if not self._agree(True):",
         test="tests/multiproc/test_serve.py::test_a_refresh_that_is_worse_is_not_published",
         seconds=20,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Decision:
     """What became of a refresh."""
 
     is_good: bool
@@ -14,7 +14,7 @@ class Verdict:
     reason: str = ""
 
 
-def judge(loss: float, last: float | None, bound: float) -> Verdict:
+def judge(loss: float, last: float | None, bound: float) -> Decision:
     """Hold a refresh to the version that was published before it.
 
     Args:
@@ -24,10 +24,10 @@ def judge(loss: float, last: float | None, bound: float) -> Verdict:
     """
     limit = None if last is None else last + abs(last) * (bound - 1)
     if not math.isfinite(loss):
-        return Verdict(is_good=False, limit=limit, reason=f"the loss on the held-back window is {loss}")
+        return Decision(is_good=False, limit=limit, reason=f"the loss on the held-back window is {loss}")
     if limit is not None and loss > limit:
         reason = f"the loss on the held-back window is {loss:.6g}, the last published version has {last:.6g}"
-        return Verdict(
+        return Decision(
             is_good=False, limit=limit, reason=f"{reason}, and {limit:.6g} is allowed (publish.bound {bound:g})"
         )
-    return Verdict(is_good=True, limit=limit)
+    return Decision(is_good=True, limit=limit)

@@ -26,7 +26,7 @@ from shoal.engine.model import ParallelModel
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import hash_weights_of
 from shoal.trainer.online.config import PublishConfig
-from shoal.trainer.online.gate import Verdict, judge
+from shoal.trainer.online.gate import Decision, judge
 from shoal.trainer.online.watch import DriftWatch
 from shoal.trainer.progress import Progress
 
@@ -133,9 +133,9 @@ class Publisher:
         self._reporter.enter("publish", step)
         found = self._engine.evaluate(self._held_back, split="holdback", batch=self._batch, step=step)
         self._tell_drift(step)
-        verdict = judge(found.loss, self._last, self._config.bound)
-        if not self._agree(verdict.is_good):
-            self._refuse(step, found.loss, verdict)
+        decision = judge(found.loss, self._last, self._config.bound)
+        if not self._agree(decision.is_good):
+            self._refuse(step, found.loss, decision)
             return
         weights = {}
         for name, tensor in self._engine.whole_weights():
@@ -161,7 +161,7 @@ class Publisher:
             version = publish(self._root, version, blobs, self._recipe.read_bytes(), keep=self._config.keep)
         except OSError as error:
             self._refuse(
-                step, found.loss, Verdict(is_good=False, limit=verdict.limit, reason=f"the disk refused: {error}")
+                step, found.loss, Decision(is_good=False, limit=decision.limit, reason=f"the disk refused: {error}")
             )
             return
         self._count("published")
@@ -179,14 +179,14 @@ class Publisher:
         self._last = found.loss
         self._watch.losses.mark()
 
-    def _refuse(self, step: int, loss: float, verdict: Verdict) -> None:
+    def _refuse(self, step: int, loss: float, decision: Decision) -> None:
         if not self._world.is_first:
             return
         self._count("refused")
-        event = RefreshRefused(step=step, loss=loss, last_loss=self._last, limit=verdict.limit, reason=verdict.reason)
+        event = RefreshRefused(step=step, loss=loss, last_loss=self._last, limit=decision.limit, reason=decision.reason)
         self._say(event)
         self._reporter.warn(
-            f"step {step}: the model was not published: {verdict.reason}; the version before stays the newest"
+            f"step {step}: the model was not published: {decision.reason}; the version before stays the newest"
         )
 
     def _tell_drift(self, step: int) -> None:

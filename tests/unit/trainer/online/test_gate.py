@@ -22,8 +22,8 @@ from shoal.trainer.online.gate import judge
     ],
 )
 def test_a_refresh_is_held_to_the_last_published_loss(loss, last, bound, is_good):
-    verdict = judge(loss, last, bound)
-    assert verdict.is_good is is_good
-    assert is_good or verdict.reason
+    decision = judge(loss, last, bound)
+    assert decision.is_good is is_good
+    assert is_good or decision.reason
     if last is not None and math.isfinite(loss) and not is_good:
-        assert f"{loss:.6g}" in verdict.reason and f"{last:.6g}" in verdict.reason
+        assert f"{loss:.6g}" in decision.reason and f"{last:.6g}" in decision.reason
