@@ -12,6 +12,9 @@ define INSTALL_LOCKED
 	$(BIN)/python -m pip check
 endef
 
+# Tests start thousands of processes, and each would compile all source again where this forbids to keep what was compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types soak mutate bench clean tools lock
 

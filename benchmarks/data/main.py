@@ -1,6 +1,6 @@
-"""The data room: what caches hit, and what fitting costs.
+"""The data room: what caches hit, how orders mix, what fitting costs, and what reading a store costs.
 
-python benchmarks/data/main.py [--only caches|fit]
+python benchmarks/data/main.py [--only caches|order|fit|stores]
 """
 
 import argparse
@@ -11,8 +11,15 @@ from pathlib import Path
 
 from caches import measure_caches
 from fit import measure_fit
+from orders import measure_orders
+from stores import measure_stores
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"caches": measure_caches, "fit": measure_fit}
+PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "caches": measure_caches,
+    "order": measure_orders,
+    "fit": measure_fit,
+    "stores": measure_stores,
+}
 
 
 def main() -> None:

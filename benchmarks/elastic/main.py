@@ -1,6 +1,8 @@
 """Kill ranks of a run that goes on without them, let others join, and time how long training stands still.
 
-python benchmarks/elastic/main.py [--kills 100] [--torchrun-kills 5] [--only CASE]...
+python benchmarks/elastic/main.py [--kills 100] [--peer-kills 20] [--only CASE]...
+
+The cases with hosts need root: hosts are network namespaces. That of torchft needs ``pip install torchft==0.2.0``.
 """
 
 import argparse
@@ -19,18 +21,25 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import hostfaults
 import psutil
+from namespaces import made_hosts
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parents[1] / "recipes" / "tiny.toml"
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 NUM_RANKS = 4
 CASES = {
     "shrunk, joined again": ("dp=4", ["elastic.rejoin=true"]),
     "shrunk, joined again, zero=2": ("dp=4 zero=2", ["elastic.rejoin=true"]),
     "with a spare": ("dp=4", ["elastic.spares=1"]),
+    "8 logical replicas by 4": ("dp=8", ["elastic.rejoin=true", "elastic.max_dp=4"]),
 }
+LEASE_SECONDS = 5
+HOST_CASES = {"a host loses its power": "power", "a host loses its cable": "cable"}
+TORCHFT = "torchft 0.2.0, heartbeat of 5 s"
 TORCHRUN = "torchrun, checkpoint every 20 steps"
+ALL = [*CASES, *HOST_CASES, TORCHRUN, TORCHFT]
 Event = dict[str, Any]
 
 
@@ -137,6 +146,46 @@ def kill_ranks(kills: int, plan: str, settings: Sequence[str]) -> dict[str, Any]
         finally:
             process.terminate()
             process.wait(timeout=60)
+    return summarise(pauses, lost, joins)
+
+
+def strike_hosts(kills: int, fault: str) -> dict[str, Any]:
+    """One run on two hosts of two ranks; one of them is lost again and again, and comes back."""
+    dice, pauses, lost = random.Random(1), [], []
+    changes = ["train.steps=100000000", "checkpoint.every=0", "elastic.mode=shrink", "elastic.max_failures=100000"]
+    changes += ["elastic.rejoin=true", f"elastic.lease_seconds={LEASE_SECONDS}"]
+    with made_hosts(2) as hosts, tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        named = ",".join(f"{hosts.address(number)}:2" for number in range(2))
+        command = [sys.executable, "-m", "shoal", "train", str(RECIPE), "--plan", "dp=4 zero=2", "--run-dir", str(run)]
+        command += ["--hosts", named, "--ssh", str(hostfaults.write_shell(hosts, Path(folder)))]
+        command += [word for change in changes for word in ("--set", change)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        follower = Follower(run / "events")
+        try:
+            for kill in range(kills):
+                wait_for(follower, lambda: is_whole(follower, process, ()), f"{NUM_RANKS} replicas, fault {kill}")
+                time.sleep(dice.uniform(0.0, 0.5))
+                follower.read()
+                epoch, victim, struck = follower.view["epoch"], dice.randrange(2), time.time()
+                (hostfaults.power_off if fault == "power" else hostfaults.cut)(hosts, victim)
+                first = wait_for(follower, lambda e=epoch: follower.resumed(e), "the next view")[0]
+                step = wait_for(follower, lambda t=first["t"]: follower.steps(after=t), "the next step")[0]
+                if fault == "cable":
+                    hostfaults.mend(hosts, victim)
+                before = [event["step"] for event in follower.steps(after=struck - 60) if event["t"] <= struck]
+                pauses.append(step["t"] - struck)
+                lost.append(max(0, max(before) - first["step"]))
+            follower.read()
+            joins = measure_joins(follower)
+        finally:
+            process.terminate()
+            process.wait(timeout=120)
+    return summarise(pauses, lost, joins)
+
+
+def summarise(pauses: Sequence[float], lost: Sequence[int], joins: Sequence[float]) -> dict[str, Any]:
+    """What is written of a case."""
     return {
         "kills": len(pauses),
         "next_step_seconds": spread(pauses),
@@ -238,19 +287,68 @@ def kill_torchrun(kills: int) -> dict[str, Any]:
     }
 
 
+def kill_torchft(kills: int) -> dict[str, Any]:
+    """The same with torchft: one process for each replica, started again by us at once."""
+    from torchft.coordination import LighthouseServer
+
+    dice, pauses = random.Random(1), []
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+        def start(number: int) -> subprocess.Popen[bytes]:
+            words = [sys.executable, str(HERE / "torchft_rank.py"), folder, str(number), lighthouse.address()]
+            return subprocess.Popen(words, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        def steps(after: float) -> list[Event]:
+            found = []
+            for path in Path(folder).glob("steps-*.jsonl"):
+                found += [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1][-500:]]
+            return sorted((event for event in found if event["t"] > after), key=lambda event: event["t"])
+
+        ranks = [start(number) for number in range(NUM_RANKS)]
+        try:
+            since = time.time()
+            for _ in range(kills):
+                until = time.monotonic() + DEADLINE_SECONDS
+                while sum(event["replicas"] == NUM_RANKS for event in steps(since)) < 20 * NUM_RANKS:
+                    if time.monotonic() > until:
+                        raise SystemExit(f"torchft had not all replicas for {DEADLINE_SECONDS:g} s")
+                    time.sleep(0.05)
+                victim, killed = dice.randrange(NUM_RANKS), time.time()
+                ranks[victim].kill()
+                ranks[victim].wait()
+                # Others may still commit the step that was under way.
+                while not (later := [one for one in steps(killed) if one["replicas"] < NUM_RANKS]):
+                    if time.monotonic() > until + DEADLINE_SECONDS:
+                        raise SystemExit(f"torchft took no step for {DEADLINE_SECONDS:g} s")
+                    time.sleep(0.02)
+                pauses.append(later[0]["t"] - killed)
+                ranks[victim], since = start(victim), time.time()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    return summarise(pauses, [], [])
+
+
 def main() -> None:
     """Run the cases and write their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--torchrun-kills", type=int, default=5)
-    parser.add_argument("--only", action="append", choices=[*CASES, TORCHRUN])
+    parser.add_argument("--peer-kills", type=int, default=20)
+    parser.add_argument("--only", action="append", choices=ALL)
     options = parser.parse_args()
     path = HERE / "results" / f"{date.today()}.json"
     results = json.loads(path.read_text()) if options.only and path.exists() else {}
     results |= {"date": str(date.today()), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
-    for name in options.only or [*CASES, TORCHRUN]:
+    for name in options.only or ALL:
         if name == TORCHRUN:
-            results[name] = kill_torchrun(options.torchrun_kills)
+            results[name] = kill_torchrun(options.peer_kills)
+        elif name == TORCHFT:
+            results[name] = kill_torchft(options.peer_kills)
+        elif name in HOST_CASES:
+            results[name] = strike_hosts(options.kills, HOST_CASES[name])
         else:
             plan, settings = CASES[name]
             results[name] = kill_ranks(options.kills, plan, settings)

@@ -1,6 +1,6 @@
 """Steps on two hosts beside torch's DDP and FSDP2, gathers on two to four hosts beside the ideal, and what crosses between hosts.
 
-python benchmarks/hosts/main.py [--rounds 9] [--only steps|collectives|bytes]... [--workload compute|communication] [--tiny]
+python benchmarks/hosts/main.py [--rounds 9] [--only steps|collectives|bytes|exposed]... [--workload NAME] [--tiny]
 
 Needs root: the hosts are network namespaces, which are made here and removed again.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -21,6 +22,8 @@ import torch
 from group import Group
 from namespaces import Hosts, made_hosts, why_not
 
+from shoal.planner.pricing.cost import hidden_behind
+
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by main.py: end -->"
 STEP_RATE, GATHER_RATE = "1gbit", "100mbit"
@@ -29,8 +32,12 @@ BARS = {"shoal-0": ("ddp", 1.0), "shoal-1": ("ddp", 1.05), "shoal-2": ("ddp", 1.
 """Beside which contender, and the most that a step may take of its."""
 TOGETHER = (("ddp", "shoal-0", "shoal-1", "shoal-2"), ("fsdp-3", "shoal-3"))
 """Contenders that are alive at the same time and take turns."""
-GATHER_BAR = 1.15
+GATHER_BAR, EXPOSED_BAR = 1.15, 1.1
+EXPOSED_BITS_PER_SECOND = 1e9
+WINDOWS = {"ddp": 2 / 3, "shoal-0": 2 / 3, "shoal-1": 2 / 3, "shoal-2": 2 / 3, "shoal-3": 1.0}
+"""Of a step's compute, what the planner lets communication hide behind: the backward pass, and with ZeRO 3 both."""
 WORKLOADS = ("compute", "communication")
+PARTS = ("steps", "collectives", "bytes", "exposed")
 
 
 @contextmanager
@@ -129,6 +136,49 @@ def count_bytes(size: str) -> dict[str, Any]:
     return rows
 
 
+def measure_exposed(rounds: int, size: str, workloads: tuple[str, ...]) -> dict[str, Any]:
+    """What the cable adds to a step, beside what the planner says cannot be hidden of the bytes that crossed it.
+
+    A round is a step at full speed and one with the cable; the rest of a step is the same in both.
+    """
+    rows: dict[str, Any] = {}
+    with made_hosts(2) as hosts:
+        for workload in workloads:
+            for name, share in WINDOWS.items():
+                free, bound, crossed = list[float](), list[float](), list[int]()
+                with groups(hosts, (name,), workload, size) as found:
+                    for _ in range(rounds):
+                        hosts.limit(None)
+                        free.append(_step(found[name], name))
+                        hosts.limit(STEP_RATE)
+                        _step(found[name], name)  # warms the cable
+                        before = hosts.on_the_cable()
+                        bound.append(_step(found[name], name))
+                        crossed.append(
+                            max(late - early for early, late in zip(before, hosts.on_the_cable(), strict=True))
+                        )
+                rows[f"{workload}/{name}"] = summarise_exposed(free, bound, statistics.median(crossed), share)
+                say(f"exposed, {workload}: {name}")
+    return rows
+
+
+def _step(group: Group, name: str) -> float:
+    taken = group.take(1)
+    if taken is None:
+        raise SystemExit(f"{name} failed; set SHOW_ERRORS=1 to see why")
+    return taken["step"]
+
+
+def summarise_exposed(free: list[float], bound: list[float], crossed: float, share: float) -> dict[str, Any]:
+    compute, wire = statistics.median(free), crossed * 8 / EXPOSED_BITS_PER_SECOND
+    exposed = statistics.median(late - early for early, late in zip(free, bound, strict=True))
+    lasting = wire - hidden_behind(share * compute, wire)
+    ratio = exposed / lasting
+    row = {"compute_s": round(compute, 4), "wire_s": round(wire, 4), "exposed_s": round(exposed, 4)}
+    row |= {"cannot_be_hidden_s": round(lasting, 4), "ratio": round(ratio, 3)}
+    return row | {"bar": EXPOSED_BAR, "is_met": ratio <= EXPOSED_BAR}
+
+
 def say(what: str) -> None:
     """Show that something happens."""
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr)
@@ -160,6 +210,15 @@ def as_markdown(results: dict[str, Any]) -> str:
         for name, row in results["bytes"].items():
             first, second = row["first_host"] / 1e6, row["second_host"] / 1e6
             lines.append(f"| {name} | {first:.2f} | {second:.2f} | {row['ratio']} |")
+    if "exposed" in results:
+        lines += [
+            "",
+            "| workload | contender | compute, s | wire, s | exposed, s | cannot be hidden, s | ratio | bar |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        for key, row in results["exposed"].items():
+            numbers = [row[name] for name in ("compute_s", "wire_s", "exposed_s", "cannot_be_hidden_s", "ratio")]
+            lines.append(f"| {' | '.join([*key.split('/'), *map(str, numbers)])} | {bar_of(row)} |")
     return "\n".join(lines).rstrip()
 
 
@@ -179,14 +238,16 @@ def main() -> None:
     """Measure, print the README's tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", action="append", choices=("steps", "collectives", "bytes"))
+    parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--workload", choices=WORKLOADS, help="of the steps; both when left out")
     parser.add_argument("--tiny", action="store_true", help="small models, to try it out; nothing is written then")
     options = parser.parse_args()
     if reason := why_not():
         print(f"skipped: {reason}", file=sys.stderr)
         return
-    wanted = options.only or ["steps", "collectives", "bytes"]
+    # Hosts are removed then too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    wanted = options.only or PARTS
     size = "tiny" if options.tiny else "full"
     results: dict[str, Any] = {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor()}
     results |= {"cores": os.cpu_count(), "step_rate": STEP_RATE, "gather_rate": GATHER_RATE, "rounds": options.rounds}
@@ -196,6 +257,9 @@ def main() -> None:
         results["collectives"] = measure_collectives(min(options.rounds, 5), GATHER_BYTES)
     if "bytes" in wanted:
         results["bytes"] = count_bytes(size)
+    if "exposed" in wanted:
+        workloads = (options.workload,) if options.workload else WORKLOADS
+        results["exposed"] = measure_exposed(options.rounds, size, workloads)
     table = as_markdown(results)
     print(table)
     if options.only is None and options.workload is None and not options.tiny:

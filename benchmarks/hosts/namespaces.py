@@ -41,10 +41,17 @@ class Hosts:
 
     def sent(self) -> list[int]:
         """Bytes that each host has sent since it was made, without headers."""
+        return [size - HEADER_BYTES * packets for size, packets in self._counted()]
+
+    def on_the_cable(self) -> list[int]:
+        """The same with headers, which the cable carries too."""
+        return [size for size, _ in self._counted()]
+
+    def _counted(self) -> list[tuple[int, int]]:
         folder = f"/sys/class/net/{DEVICE}/statistics"
         paths = (f"{folder}/tx_bytes", f"{folder}/tx_packets")
         found = [_run("ip", "netns", "exec", name, "cat", *paths).split() for name in self.names]
-        return [int(size) - HEADER_BYTES * int(packets) for size, packets in found]
+        return [(int(size), int(packets)) for size, packets in found]
 
 
 def why_not() -> str | None:

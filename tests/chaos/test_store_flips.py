@@ -5,10 +5,10 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.store.blockwriter import BlockOptions
+from shoal.data.store.checks.whole import verify_store
 from shoal.data.store.errors import BrokenFile
 from shoal.data.store.folder import open_folder
 from shoal.data.store.reader import open_store
-from shoal.data.store.checks.whole import verify_store
 from shoal.data.store.writer import BuildOptions, append_store, build_store
 from support.data.tables import assert_same, make_table
 

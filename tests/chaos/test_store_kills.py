@@ -1,4 +1,4 @@
-"""An appender that dies, or whose disk fails, at any system call leaves the old version or the new; trying again makes the new one.
+"""An appender that dies, or whose disk fails, at any system call leaves the old version or the new; trying again makes the new.
 
 strace counts calls of one kind, so a point is (call, k): the process is killed on entering the k-th such call, before it happens.
 A build that is killed again and again ends in the files of one that was not.
@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from shoal.data.store.blockwriter import BlockOptions
-from shoal.data.store.folder import open_folder
-from shoal.data.store.reader import open_store
 from shoal.data.store.checks.unreferenced import delete_unreferenced
 from shoal.data.store.checks.whole import verify_store
+from shoal.data.store.folder import open_folder
+from shoal.data.store.reader import open_store
 from shoal.data.store.writer import BuildOptions, build_store
 from shoal.data.table import concat_tables
 from support.data.tables import assert_same, make_table

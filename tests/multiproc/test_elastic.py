@@ -111,6 +111,64 @@ def test_those_who_died_come_back_between_two_steps(shoal, mortal, zero):
     assert views[-1]["replicas"] == 4 and min(view["replicas"] for view in views) < 4, views
 
 
+@pytest.mark.parametrize("point", ["connect", pytest.param("torn", marks=pytest.mark.soak)])
+def test_a_rank_may_die_while_the_ranks_of_a_view_connect(shoal, mortal, point):
+    """One who has told its address and never connects, or has told half of it, is not waited for."""
+    _, summary = check(shoal, mortal, "dp=4", f"rank 1@5:microbatch;rank 2@2:{point}", views=2)
+    assert summary["elastic"]["paused_seconds"] < 10, "gloo alone waits for lease_seconds + 5"
+
+
+SCALED = {"train.micro_batch": 2, "optim.scale": "linear", "optim.scale_base": 4, "elastic.batch": "scale"}
+
+
+def test_a_batch_that_follows_the_replicas_is_that_of_a_schedule(shoal, mortal):
+    """Four steps of 8 samples by two replicas, then steps of 4 by one, at half the rate: to the bit what a run comes to whose
+    batch was to change at that step."""
+    _, scaled = train(shoal, mortal, "run", "dp=2", deaths="rank 1@5:microbatch", **SCALED)
+    rate = {key: value for key, value in SCALED.items() if key != "elastic.batch"}
+    schedule = {"train.batch_schedule": "[[0, 8], [4, 4]]", **rate}
+    train(shoal, mortal, "other", "dp=2", steps=4, mode="", **schedule)
+    words = [word for key, value in {"train.steps": 12, **schedule}.items() for word in ("--set", f"{key}={value}")]
+    shoal.run("train", mortal, "--plan", "dp=1", "--run-dir", "other", "--resume", *words,
+              environment={"PYTHONPATH": str(ROOT / "tests")})  # fmt: skip
+    assert scaled["weights_sha256"] == read_summary(shoal.folder / "other")["weights_sha256"]
+    events = {event["step"]: event for event in read_events(shoal.folder / "run", 0, "step")}
+    assert [events[step]["samples"] for step in (4, 5, 12)] == [8, 4, 4]
+    assert events[5]["lr"] == events[4]["lr"] / 2 and scaled["elastic"]["views"] == 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "deaths"),
+    [
+        ("dp=4", 2, "rank 1@5:microbatch"),
+        pytest.param("dp=8 zero=2", 3, "rank 0@5:update;rank 2@8:gradients", marks=pytest.mark.soak),
+        pytest.param("dp=4 tp=2", 2, "rank 1@5:microbatch", marks=pytest.mark.soak),
+    ],
+)
+def test_fewer_replicas_than_logical_ones_from_the_start(shoal, mortal, plan, limit, deaths):
+    done, _ = check(shoal, mortal, plan, deaths, views=1 + deaths.count("@"), **{"elastic.max_dp": limit})
+    assert [view["replicas"] for view in read_views(shoal)][:2] == [limit, limit - 1], done.stderr
+
+
+@pytest.mark.soak
+def test_a_scaled_run_grows_beyond_its_plan(shoal, mortal):
+    settings = {**SCALED, "elastic.max_dp": 3, "elastic.rejoin": "true"}
+    _, summary = train(shoal, mortal, "run", "dp=2", steps=400, **settings)
+    assert summary["status"] == "completed" and read_views(shoal)[-1]["replicas"] == 3
+    samples = [event["samples"] for event in read_events(shoal.folder / "run", 0, "step")]
+    assert set(samples) == {8, 12} and samples == sorted(samples)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drops", ["true", "false"])
+def test_a_rank_that_computes_for_longer_is_named_and_left_out_where_that_is_asked(shoal, mortal, drops):
+    settings = {"elastic.drop_stragglers": drops, "elastic.straggler_factor": 2}
+    done, summary = train(shoal, mortal, "run", "dp=2", deaths="rank 1@0:microbatch:burn", steps=150, **settings)
+    assert "a straggler on" in done.stderr and "rank 1 is busy" in done.stderr and "(compute: +" in done.stderr
+    assert [view["replicas"] for view in read_views(shoal)] == ([2, 1] if drops == "true" else [2])
+    assert summary["weights_sha256"] == undisturbed(shoal, mortal, "dp=2", steps=150), done.stderr
+
+
 @pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_dead_rank(shoal, mortal):
     settings = {"elastic.spares": 1}
@@ -179,7 +237,7 @@ def test_with_fewer_than_min_dp_the_run_fails_and_says_why(shoal, mortal):
         ("dp=2 pp=2", "elastic.copies=1", "under pp=2"),
         ("dp=2 compress=int8", "elastic.copies=1", "under compress=int8"),
         ("dp=2", "optim.adapt=noise", "optim.adapt noise"),
-        ("dp=2", "elastic.drop_stragglers=true", "not executed yet"),
+        ("dp=2", "elastic.batch=scale", "optim.scale is none"),
     ],
 )
 def test_what_cannot_shrink_is_refused_before_a_process_starts(shoal, mortal, plan, setting, said):

@@ -10,11 +10,12 @@ import sys
 import pytest
 
 from shoal.telemetry.summaryfile import read_summary
-from support.processes.command import ROOT, TINY, read_events
+from support.processes.command import ROOT, TINY, read_events, wait_for_step
 from support.processes.remote_shell import make_shell
 
 DEATHS = 'callbacks = ["support.elastic.deaths:Deaths"]\n'
 HOSTS = "127.0.0.1", "localhost"
+SCALED = {"train.micro_batch": 2, "optim.scale": "linear", "optim.scale_base": 4, "elastic.batch": "scale"}
 _UNDISTURBED = {}
 
 
@@ -125,4 +126,50 @@ def test_with_fewer_than_min_dp_the_run_fails_and_names_the_host(shoal, mortal):
 
 def test_what_hosts_cannot_do_is_refused_before_an_agent_starts(shoal, mortal):
     done = shoal.run(*words_of(shoal, mortal, "dp=2", **{"elastic.spares": 1}), environment=variables(), expect=2)
-    assert "elastic.spares 1" in done.stderr and "elastic.rejoin" in done.stderr
+    assert "elastic.spares 1" in done.stderr and "have room for 2" in done.stderr
+
+
+def test_a_collective_that_fails_while_nobody_dies_is_done_again_and_counted(shoal, mortal):
+    """One rank's connections end, as they do when a switch forgets them."""
+    done, summary = check(shoal, mortal, "dp=2", "rank 1@5:start:hang-up", views=2)
+    assert summary["elastic"]["retries"] == 1 and "a collective failed and nobody died" in done.stderr
+    views = read_views(shoal)
+    assert [view["retry"] for view in views] == [False, True] and views[0]["members"] == views[1]["members"]
+
+
+def test_a_host_that_was_lost_comes_back_while_the_run_goes_on(shoal, mortal):
+    """The other one waits for it, because two are asked for at least."""
+    settings = {"elastic.rejoin": "true", "elastic.min_dp": 2}
+    done, _ = check(shoal, mortal, "dp=2", "rank 1@5:microbatch:agent", views=2, **settings)
+    assert "lost host localhost" in done.stderr and "host localhost has come" in done.stderr
+    views = read_views(shoal)
+    assert [view["hosts"] for view in views] == [list(HOSTS), list(HOSTS)]
+    assert views[1]["members"][1] == "rank 1, start 2"
+    assert not list((shoal.folder / "run").glob(".door-*")), "nothing is left of the way in"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_spare_on_a_third_host_takes_the_place_of_a_lost_one(shoal, mortal, zero):
+    plan = f"dp=2 zero={zero}" if zero else "dp=2"
+    words = words_of(shoal, mortal, plan, steps=700, **{"elastic.spares": 1})
+    words[words.index("--hosts") + 1] += ",127.0.0.2:1"
+    done = shoal.run(*words, environment=variables("rank 1@600:microbatch:agent"))
+    views = read_views(shoal)
+    assert [view["replicas"] for view in views[:2]] == [2, 2] and "127.0.0.2" in views[1]["hosts"], done.stderr
+    assert read_summary(shoal.folder / "run")["weights_sha256"] == undisturbed(shoal, mortal, plan, steps=700)
+
+
+@pytest.mark.soak
+def test_a_host_that_is_not_there_at_the_start_comes_later(shoal, mortal):
+    """Named behind those that are needed."""
+    (shoal.folder / "127.0.0.2.down").touch()
+    settings = {**SCALED, "elastic.max_dp": 3, "elastic.rejoin": "true"}
+    words = words_of(shoal, mortal, "dp=2", steps=1500, **settings)
+    words[words.index("--hosts") + 1] += ",127.0.0.2:1"
+    process = shoal.start(*words, environment=variables())
+    wait_for_step(shoal.folder / "run", 20)
+    (shoal.folder / "127.0.0.2.down").unlink()
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0 and "the run begins without it" in stderr, stderr
+    assert [view["replicas"] for view in read_views(shoal)] == [2, 3], stderr

@@ -3,6 +3,7 @@ found again, and the end is that of a run on one host."""
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,12 +37,20 @@ class Hosts:
         for name in ADDRESSES:
             (folder / name).mkdir()
 
-    def start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen:
+    def enter(self, name: str) -> list[str]:
+        """What stands before a command that runs on a host."""
         apart = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         boot = ["sh", "-c", BOOT, str(self.folder / name), str(self.mount), f"host-{name}"]
+        return [*self.network.enter(name), *apart, *boot]
+
+    def quoted(self, name: str) -> str:
+        """The same as text for a shell."""
+        return shlex.join(self.enter(name))
+
+    def start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen:
         given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*self.network.enter(name), *apart, *boot, *words], env=given, **streams)
+        return subprocess.Popen([*self.enter(name), *words], env=given, **streams)
 
     def train(self, *words: str, hosts: str = "ab") -> list[tuple[int, str]]:
         """Exit code and output of every rank."""
@@ -59,6 +68,24 @@ class Hosts:
                     rank.kill()
                     rank.wait()
         return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+    def over_hosts(self, name: str, *words: str) -> tuple[int, str]:
+        """``--hosts`` from the first host, by a stand-in for ssh that enters the other one."""
+        (self.folder / "shell").write_text(
+            '#!/bin/sh\nhost=$1; shift\ncase $host in\n'
+            f'{ADDRESSES["a"]}) exec sh -c "$*" ;;\n'
+            f'*) exec {self.quoted("b")} sh -c "$*" ;;\nesac\n'
+        )  # fmt: skip
+        (self.folder / "shell").chmod(0o755)
+        where = ["--hosts", f"{ADDRESSES['a']}:1,{ADDRESSES['b']}:1", "--ssh", str(self.folder / "shell")]
+        command = [sys.executable, "-m", "shoal", "train", str(ROOT / "recipes/tiny.toml"), *where, *words]
+        started = self.start("a", [*command, "--run-dir", str(self.mount / name)])
+        try:
+            said = started.communicate(timeout=200)[0]
+        finally:
+            started.kill()
+            started.wait()
+        return started.returncode, said
 
     def run(self, name: str, place: str, steps: int, *words: str, plan: str = "dp=2", hosts: str = "ab") -> str:
         """A run that has to succeed; its last hash."""
@@ -123,3 +150,26 @@ def test_a_folder_that_has_to_be_shared_and_is_not_is_refused_before_the_first_s
         assert all(code for code, _ in ended), ended
         assert said in ended[0][1], ended[0][1]
         assert not (hosts.folder / "a" / run_dir.name / "checkpoints").exists()
+
+
+def test_hosts_without_a_common_folder_over_a_remote_shell(hosts: Hosts) -> None:
+    """Rank 0 is where the command is; the other host makes a run directory of its own, and nothing of it has to be copied."""
+    words = ["--plan", "dp=2 zero=3", "--set", "train.threads=1", "--set", "checkpoint.every=2"]
+    code, said = hosts.over_hosts("run", *words, "--set", "train.steps=4")
+    assert code == 0 and "have no run directory in common" in said, said
+    assert verify(hosts.folder / "a/run/checkpoints/step-00000004") == []
+    assert (hosts.folder / "b/run/events/rank-001.jsonl").exists()
+    assert not (hosts.folder / "b/run/checkpoints/step-00000004").exists()
+    code, said = hosts.over_hosts("run", *words, "--resume", "--set", "train.steps=8")
+    assert code == 0, said
+    summary = json.loads((hosts.folder / "a/run/summary.json").read_text())
+    assert summary["weights_sha256"] == hosts.run("alone", "first", 8, plan="dp=2 zero=3")
+
+
+def test_what_has_to_be_shared_and_is_not_is_refused_over_a_remote_shell(hosts: Hosts) -> None:
+    shared = ["--plan", "ps=1 workers=1"]
+    code, said = hosts.over_hosts("servers", *shared)
+    assert code == 2 and "does not share" in said and "every server writes its part" in said, said
+    broken = ["--plan", "dp=2", "--set", "checkpoint.place=shared"]
+    code, said = hosts.over_hosts("broken", *broken)
+    assert code in (1, 2) and "2 folders that do not share their files" in said, said

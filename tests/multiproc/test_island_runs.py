@@ -5,17 +5,25 @@ import os
 import signal
 
 import pytest
+import torch
 
+from shoal.checkpoint.reader import read
 from shoal.replicas.intervals import adacomm_interval
 from support.processes.command import ranks_of, read_events, read_summary, wait_for_step
 
 SETTINGS = ("--set", "train.steps=11", "--set", "train.global_batch=12", "--set", "checkpoint.every=5")
 PLANS = (
-    "dp=2 sync=diloco:3",
-    "dp=2 sync=stream:4,1,2 compress=int4",
     "dp=3 sync=pushsum:random",
-    "islands=2 dp=2 zero=3 sync=easgd:4",
-    pytest.param("dp=2 sync=sparse:3,0.1", marks=pytest.mark.soak),
+    "islands=2 dp=2 zero=3 sync=stream:4,1,2 compress=int4",
+    *(
+        pytest.param(plan, marks=pytest.mark.soak)
+        for plan in (
+            "dp=2 sync=diloco:3",
+            "dp=2 sync=stream:4,1,2 compress=int4",
+            "islands=2 dp=2 zero=3 sync=easgd:4",
+            "dp=2 sync=sparse:3,0.1",
+        )
+    ),
 )
 
 
@@ -55,6 +63,35 @@ def test_a_checkpoint_moves_between_policies_by_the_mean_and_says_so(shoal, tiny
     assert "not one of 3 islands with sync=gossip" in go_on("dp=3 sync=gossip:ring", 8)
     assert "not one of 2 islands with sync=gossip" in go_on("dp=2 sync=gossip:ring", 10)
     assert read_summary(run)["steps"] == 10
+
+
+def unsent(run, step, islands):
+    """What islands have not sent, and what was not sent back to them, by parameter, added up."""
+    found = {}
+    for name, tensor in read(run / "checkpoints" / f"step-{step:08d}").tensors.items():
+        if name.startswith(f"islands/diloco/{islands}/") and "residual/" in name:
+            parameter = name.partition("residual/")[2]
+            found[parameter] = found.get(parameter, 0) + tensor.double()
+    return found
+
+
+def test_what_was_not_sent_stays_whole_when_the_number_of_islands_changes(shoal, tiny, tmp_path):
+    """Islands whose parameters ZeRO cuts become others that hold them whole, and no round comes between the two checkpoints."""
+    run = tmp_path / "run"
+    for plan, steps in (
+        ("islands=2 dp=2 zero=1 sync=diloco:3 compress=int4", 4),
+        ("dp=3 sync=diloco:3 compress=int4", 5),
+    ):
+        more = ("--set", f"train.steps={steps}", "--set", "train.global_batch=12", "--resume=auto")
+        told = shoal.run("train", tiny, "--plan", plan, "--run-dir", run, *more).stderr
+    assert "what its islands had not sent is the first island's to send" in told
+    before, after = unsent(run, 4, 2), unsent(run, 5, 3)
+    assert (
+        before.keys() == after.keys() and len(before) > 5 and all(bool(one.abs().max() > 0) for one in before.values())
+    )
+    for name, one in before.items():
+        # A round divides by the number of islands: the mean of what is still to come is what stays.
+        torch.testing.assert_close(after[name] / 3, one / 2, rtol=1e-5, atol=1e-9)
 
 
 def test_rounds_are_events_and_all_islands_hold_them_at_the_same_steps(shoal, tiny, tmp_path):

@@ -12,10 +12,22 @@ from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
 from online_mutations import ONLINE
 from promises import Mutation
+from receipt_mutations import RECEIPTS
 from store_mutations import STORES
 from table_mutations import TABLES
 from trust_mutations import TRUST
 
-MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *CACHES, *STORES, *TABLES, *ONLINE, *TRUST]
+MUTATIONS: list[Mutation] = [
+    *NUMERICS,
+    *ENDINGS,
+    *FAILURE,
+    *CHECKPOINTS,
+    *CACHES,
+    *STORES,
+    *RECEIPTS,
+    *TABLES,
+    *ONLINE,
+    *TRUST,
+]
 WITHOUT: dict[str, str] = {}
 """Promises without a mutation, each with the reason."""

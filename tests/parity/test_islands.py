@@ -13,8 +13,9 @@ from support.processes.command import TINY
 SETTINGS = ("train.steps=24", "train.global_batch=12", "optim.clip=0.5", "optim.schedule=cosine")
 TWO = ("dp=2 sync=local:4@3", "dp=2 sync=easgd:3", "dp=2 sync=gossip:ring")
 THREE = ("dp=3 sync=pushsum:random",)
-FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3", "islands=2 pp=2 sync=stream:4,2,1")
+FOUR = ("islands=2 dp=2 zero=3 sync=diloco:3 compress=int8", "islands=2 pp=2 sync=stream:4,2,1")
 SOAKED = (
+    "islands=2 dp=2 zero=3 sync=diloco:3",
     "dp=2 sync=local:3",
     "dp=2 sync=diloco:3",
     "dp=2 sync=slowmo:3",
@@ -116,6 +117,11 @@ COMPRESSED = (
     "dp=2 sync=stream:4,2,1 compress=int4",
     "dp=3 sync=local:3 compress=topk:0.05",
     "islands=2 pp=2 sync=slowmo:3 compress=int4",
+    "islands=2 dp=2 zero=1 sync=local:3 compress=sign",
+    "islands=2 dp=2 zero=2 sync=slowmo:3 compress=qsgd:4",
+    "islands=2 dp=2 zero=3 sync=stream:4,2,1 compress=int4",
+    "islands=2 dp=2 zero=1 sync=local:3 compress=threshold:0.0005",
+    "islands=2 dp=2 zero=2 sync=local:3 compress=natural",
     "dp=2 sync=diloco:3 compress=powersgd:2",
     "dp=2 sync=diloco:3 compress=randk:0.1",
     "dp=3 sync=gossip:ring compress=int4",

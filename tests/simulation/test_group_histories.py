@@ -26,6 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "calm": {},
     "harsh": {"is_harsh": True, "faults": 14},
     "one failure at a time, ZeRO": {"is_single": True, "zero": True},
+    "more logical replicas than present ones": {"is_dealt": True},
 }
 
 
@@ -143,7 +144,7 @@ PLANTS: dict[str, tuple[dict[str, Any], str]] = {
     "go back further than needed": ({"zero": True}, r"goes back"),
     "mix two steps": ({}, r"not those of the undisturbed run|KeyError|not finished"),
     "forget copies": ({"is_single": True, "zero": True}, r"nothing whole is left"),
-    "leave the rest of the batch out": ({}, r"has the samples"),
+    "leave the rest of the batch out": ({"is_dealt": True}, r"has the samples"),
     "retry under the same epoch": ({"aim": "pause"}, r"two memberships in epoch"),
     "an agent that came back is taken for the first": ({"aim": "host"}, r"not finished|gave up"),
 }

@@ -64,6 +64,9 @@ _VoteDir = Annotated[
 _Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; needed too to start a server again.")
 ]
+_Supervised = Annotated[
+    bool, typer.Option("--supervised", hidden=True, help="Whoever started this role holds the run directory.")
+]
 _Restarts = Annotated[
     int,
     typer.Option(
@@ -118,6 +121,7 @@ def server(
     keys: _Keys = None,
     allow: _Allow = None,
     resume: _Resume = False,
+    supervised: _Supervised = False,
     restarts: _Restarts = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -136,6 +140,7 @@ def server(
         keys=keys,
         allow=allow,
         resume=resume,
+        is_held=supervised,
     )
     _keep_threads_quiet()
     from shoal.serverrun.server.process import run_server

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from shoal.cli.clusters.on import Nodes, On, PerNode, be_launched, start_elsewhere
 from shoal.cli.console import JsonFile, Overrides, check_result_file, write_result
-from shoal.cli.options.hosts import Hostfile, Hosts, Network, Python, Shell, build_fleet, read_hosts
+from shoal.cli.options.hosts import Hostfile, Hosts, Network, Python, Shell, build_fleet, check_options, read_hosts
 from shoal.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def train(
         )
         nproc = None
     num_processes = place.world_size if launched else sum(host.slots for host in named) or nproc
-    request = replace(request, plan=plan, num_processes=num_processes)
+    request = replace(request, plan=plan, num_processes=num_processes, has_hosts=bool(named))
     if launched and not dry_run:
         be_launched(request, place, json_file)
     if launched and place.rank > 0:
@@ -190,41 +190,39 @@ def _job_on_hosts(
 
     from shoal.engine.resolve import MOST_PER_CORE
     from shoal.launch.hosts.generation import supervise_hosts
-    from shoal.launch.hosts.hostspec import place_ranks
+    from shoal.launch.hosts.hostspec import describe_hosts, hosts_behind, place_ranks
+    from shoal.serverrun.limits import HOST_RANK, refuse_server_hosts
     from shoal.trainer.elastic.limits import refuse_elastic_hosts
-    from shoal.trainer.launch import supervise_ranks
+    from shoal.trainer.elastic.membership import ranks_at_start
+    from shoal.trainer.launch import WORKER, supervise_ranks
 
-    plan = prepared.setup.plan
-    if plan.ps:
-        raise RequestError(
-            f"plan {str(plan)!r}: --hosts starts ranks, and parameter servers are roles; start each with `shoal role`"
-        )
-    placed = place_ranks(hosts, prepared.setup.world_size)
-    if prepared.recipe.elastic.mode == "shrink":
+    plan, elastic = prepared.setup.plan, prepared.recipe.elastic
+    at_start = ranks_at_start(elastic, plan)
+    placed = place_ranks(hosts, at_start, has_more=elastic.starts_more)
+    if elastic.mode == "shrink":
         refuse_elastic_hosts(prepared.recipe, plan, placed)
+    module = WORKER
+    if plan.ps:
+        refuse_server_hosts(plan)
+        module = HOST_RANK
     fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)
-    where = ", ".join(f"{host.name}:{host.slots}" for host in placed)
-    return partial(supervise_ranks, debug=debug, supervise_with=partial(supervise_hosts, fleet=fleet), where=where)
+    if elastic.starts_more:
+        fleet = replace(fleet, optional=hosts_behind(placed, at_start))
+    where = describe_hosts(placed)
+    start = partial(supervise_hosts, fleet=fleet)
+    return partial(supervise_ranks, debug=debug, supervise_with=start, where=where, module=module)
 
 
 def _refuse_hosts(
     hosts: "tuple[HostSlots, ...]", place: "Place", *, nproc: int | None, find_rate: bool, **others: str | None
 ) -> None:
     """Refuse options that do not go with hosts, or not without."""
-    given = [f"--{name}" for name, value in others.items() if value is not None]
-    if not hosts and given:
-        raise RequestError(
-            f"{', '.join(given)} says how to get to hosts, and none is named; add --hosts, or leave it out"
-        )
     if hosts and place.is_launched:
         raise RequestError(
             f"--hosts starts the ranks, and {place.launcher} has started this one already ({', '.join(place.evidence)}); "
             "leave --hosts out, or start the command by itself"
         )
-    if hosts and nproc is not None:
-        raise RequestError(
-            f"--nproc {nproc} beside --hosts: say how many run on each host, as in {hosts[0].name}:{nproc}"
-        )
+    check_options(hosts, nproc=nproc, **others)
     if hosts and find_rate:
         raise RequestError("--find-rate tries rates on this machine; leave --hosts out")
 
@@ -240,7 +238,7 @@ def _run(
     from shoal.trainer.launch import train_supervised
     from shoal.trainer.summary import describe_summary
 
-    if prepared.setup.plan.ps:
+    if prepared.setup.plan.ps and run_job is None:
         from shoal.serverrun.job.run import train_with_servers
 
         run_job = train_with_servers

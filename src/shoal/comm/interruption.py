@@ -7,7 +7,8 @@ find out; in a run whose ranks never change nobody does.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_reason: Callable[[], str | None] = lambda: None  # noqa: E731 (a variable of this process, in which one thread computes)
+_reason: Callable[[], str | None] | None = None
+"""A variable of this process, in which one thread computes."""
 
 
 @contextmanager
@@ -23,4 +24,9 @@ def interrupt_when(reason: Callable[[], str | None]) -> Iterator[None]:
 
 def reason_to_stop() -> str | None:
     """Why this rank should wait no longer; None while it should."""
-    return _reason()
+    return None if _reason is None else _reason()
+
+
+def is_interruptible() -> bool:
+    """Whether somebody follows the membership of this rank's run."""
+    return _reason is not None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.comm.channel import Channel, EchoTransport, SilentTransport, Transport
 from shoal.comm.hosts import find_hosts, has_two_levels, ranks_by_host, warn_of_crossings
+from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import sealed_listeners
 from shoal.comm.shared import SharedTransport, build_shared_transport
@@ -51,6 +52,8 @@ class Mesh:
         self.degrees = degrees
         self.num_logical = num_logical or degrees[Axis.DATA]
         """Replicas that the plan has; more than lie along ``dp`` where some are absent."""
+        self.follows_present = False
+        """The batch grows and shrinks with the replicas that are present."""
         self.coordinates = coordinates
         self.channels = channels
         self.replicas = replicas
@@ -89,6 +92,10 @@ class Mesh:
     def has_absent(self) -> bool:
         """True when those present compute the shares of absent replicas too."""
         return self.num_logical > self.degrees[Axis.DATA]
+
+    def num_sharing(self, plan: Plan) -> int:
+        """The replicas that share a step's batch out: the plan's, or those present where the batch follows them."""
+        return self.degrees[Axis.DATA] if self.follows_present else plan.num_shares
 
     @property
     def rounds(self) -> tuple[int | None, ...]:
@@ -185,6 +192,7 @@ def build_mesh(world: World, plan: Plan, *, shared: bool = True) -> Mesh:
             transport = _build_transport(world, groups[shared_by[0]], axis=axis, shared=shared)
         transports.update(dict.fromkeys(names[key], transport))
     mesh = _mesh(world.rank, degrees, TrafficCounter(), groups, transports, num_logical=world.num_logical)
+    mesh.follows_present = world.num_planned > 0
     mesh._own_groups = [group for group in made.values() if group is not None and group is not world.group]
     for pair in between.values():
         mesh._own_groups += [group for group in pair if group is not None]
@@ -288,7 +296,7 @@ def _make_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
 def _new_group(world: World, ranks: list[int]) -> dist.ProcessGroup | None:
     # Without a timeout of its own a group gets torch's half an hour, not the timeout of the world.
     timeout = timedelta(seconds=world.join_seconds)
-    with noted_connections(), sealed_listeners():
+    with noted_connections(), sealed_listeners(), abortable_connecting():
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=False)
     if not isinstance(group, dist.ProcessGroup):
         return None

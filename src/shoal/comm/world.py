@@ -6,6 +6,7 @@ nobody who he is, and every user of the machine could read, change and fill it. 
 is connected (``packetfilter.py``).
 """
 
+import contextlib
 import itertools
 import os
 import socket
@@ -15,12 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from shoal.comm.interface import choose_interface, own_address
+from shoal.comm.interface import VARIABLE, choose_interface, own_address
+from shoal.comm.interruption import is_interruptible
+from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
-from shoal.comm.packetfilter import sealed_listeners
+from shoal.comm.packetfilter import drop_everybody, sealed_listeners
 from shoal.comm.store.agentstore import AgentStore
 from shoal.core.errors import RunError
 from shoal.core.place import Place
@@ -29,6 +31,11 @@ _JOINED = itertools.count()
 _OPENED: list[Store] = []
 """The store of this process's launcher, once it is open."""
 _KEPT: list[Store] = []
+_LISTENING: list[int] = []
+"""The socket on which this process serves that store."""
+
+_NO_WAY = ("Network is unreachable", "No route to host")
+"""What the system says where a host has no way to another one, and what no rank's death looks like."""
 
 
 class World:
@@ -47,10 +54,17 @@ class World:
         self.owns_group = True
         self.num_logical = 0
         """Replicas that the run's plan has, where fewer are present (``core/logical.py``); 0 where all are."""
+        self.num_planned = 0
+        """Replicas that the run's plan has, where the batch grows and shrinks with those that are present; 0 where it is held."""
         self.is_rehearsed = False
         """There are no other processes: see ``comm/rehearsal.py``."""
         self.hosts: tuple[int, ...] | None = None
         """The host of every rank; found by the first mesh where nobody has said it (``comm/hosts.py``)."""
+
+    @property
+    def planned_replicas(self) -> int:
+        """Replicas that the plan has, where others may be present; 0 where all are."""
+        return self.num_logical or self.num_planned
 
     @property
     def is_first(self) -> bool:
@@ -127,14 +141,40 @@ def join_world(
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
-    with noted_connections(), sealed_listeners():
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-        world.group = dist.group.WORLD
-        # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
-        world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    try:
+        with noted_connections(), sealed_listeners(), abortable_connecting():
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+            world.group = dist.group.WORLD
+            # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
+            world.save_group = dist.new_group(backend="gloo", timeout=timeout)
+    except BaseException as error:
+        _forget_groups()
+        if not _is_no_way(error):
+            raise
+        raise RunError(
+            f"rank {place.rank} on host {socket.gethostname()} cannot reach the other ranks: {_first_line(error)}; see that "
+            "all hosts reach each other over the interface that gloo uses "
+            f"({os.environ.get(VARIABLE) or 'its own choice'}): `shoal doctor --hosts` tries every pair"
+        ) from error
     for group in (world.group, world.save_group):
         wait_longer(world, group)
     return world
+
+
+def _is_no_way(error: BaseException) -> bool:
+    # A rank whose group is assembled anew tries again, and others find out whom it could not reach.
+    if is_interruptible() or not isinstance(error, RuntimeError):
+        return False
+    return any(words in str(error) for words in _NO_WAY)
+
+
+def _forget_groups() -> None:
+    """Leave nothing of a group that did not come about. torch counts the groups that it began to make, and ranks meet under that
+    number: one whose count is ahead of the others' would never meet them again."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    _world.group_count = 0
 
 
 def wait_longer(world: World, group: dist.ProcessGroup | None) -> None:
@@ -162,16 +202,15 @@ def open_store(place: Place, timeout: timedelta) -> Store:
 def _opened_store(place: Place, timeout: timedelta) -> Store:
     """torchrun has a store of its own. Elsewhere rank 0 serves one at the place's address, and listens there only: torch would
     listen on every interface."""
-    if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _has_agent_store(place):
         # Not torch's own way to it: that has a prefix by the restarts of this host's agent, which other hosts count otherwise.
         return connect_store(place, timeout)
-    if place.launcher == "torchrun":
-        found: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
-        return found
     where = f"{place.address}:{place.port}"
     try:
         own = own_address(place) or place.address
         listener = _listen(own, place) if place.rank == 0 else None
+        if listener is not None:
+            _LISTENING[:] = [os.dup(listener.fileno())]
         return TCPStore(
             own if place.rank == 0 else place.address,
             place.port,
@@ -184,15 +223,37 @@ def _opened_store(place: Place, timeout: timedelta) -> Store:
     except (OSError, RuntimeError) as error:
         doing = "rank 0 cannot listen" if place.rank == 0 else f"rank {place.rank} cannot reach rank 0"
         raise RunError(
-            f"{doing} at {where}, where {place.launcher} has its processes meet: {error}; set MASTER_ADDR and MASTER_PORT "
-            "to an address of rank 0's host and a free port"
+            f"{doing} at {where}, where {place.launcher} has its processes meet: {_first_line(error)}; set MASTER_ADDR and "
+            "MASTER_PORT to an address of rank 0's host and a free port"
         ) from error
 
 
 def connect_store(place: Place, timeout: timedelta) -> Store:
     """A connection of its own to the store of a launcher that serves one at the place's address."""
-    where = (own_address(place) if place.rank == 0 and place.launcher != "torchrun" else None) or place.address
+    where = (own_address(place) if place.rank == 0 and not _has_agent_store(place) else None) or place.address
     return TCPStore(where, place.port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def seal_store() -> None:
+    """Let nobody connect any more to the store that this process serves, if it does: all ranks are connected by now.
+
+    torch's store asks nobody who he is: whoever reaches its port can read, change and delete every key. A kernel without such
+    filters leaves it open.
+    """
+    while _LISTENING:
+        descriptor = _LISTENING.pop()
+        with contextlib.suppress(OSError):
+            drop_everybody(descriptor)
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the C++ stack that torch puts below."""
+    return str(error).partition("\n")[0].strip() or type(error).__name__
+
+
+def _has_agent_store(place: Place) -> bool:
+    return place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(where: str, place: Place) -> socket.socket:

@@ -84,7 +84,7 @@ class CompressedSum:
         self.meter = ExchangeMeter()
         """What was sent so far."""
         self.numbers: dict[str, Tensor] = {}
-        """Further numbers that belong to the state, by name, the same on all ranks."""
+        """Further numbers and tensors that belong to the state, by name, the same on all ranks."""
         self.sent_counts: list[int] = []
         """Elements of each tensor that each rank sent at the last sum, where only the values tell (``threshold``)."""
         self._summed = frozenset(self.parts)
@@ -235,9 +235,10 @@ class CompressedSum:
 
     @property
     def num_state_bytes(self) -> int:
-        """Bytes of the state, and of the next one, which is made beside it."""
+        """Bytes of the state, and of the next one, which is made beside it; single numbers are not counted."""
         kept = (self._state, self._pending, self._spare)
-        return sum(tensor.nbytes for state in kept for found in state.values() for tensor in found.values())
+        further = sum(tensor.nbytes for tensor in self.numbers.values() if tensor.ndim)
+        return further + sum(tensor.nbytes for state in kept for found in state.values() for tensor in found.values())
 
     def _zeros(self) -> dict[str, Tensor]:
         return {name: torch.zeros(part.size, device=self.device) for name, part in self.compressed.items()}

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from torch import Tensor
+
 from shoal.compression.codec import Codec, nbytes
 from shoal.compression.config import CompressionConfig
 from shoal.compression.powersgd import is_worth, matrix_shape
@@ -44,11 +46,27 @@ class TensorPart:
     """Element index of the first element."""
     numel: int | None = None
     """Elements; None for all of the parameter."""
+    before: int = 0
+    """Elements at the beginning that another rank holds: they make a block whole."""
+    behind: int = 0
+    """The same at the end."""
 
     @property
     def size(self) -> int:
         """Elements of the part."""
         return math.prod(self.shape) if self.numel is None else self.numel
+
+    def own(self, flat: Tensor) -> Tensor:
+        """The elements of a flat tensor of the part that no other rank holds."""
+        return flat[self.before : self.size - self.behind]
+
+
+def whole_blocks(shape: Shape, first: int, end: int, block: int) -> TensorPart:
+    """What a rank codes that holds the elements ``first`` to ``end`` of a parameter: whole blocks, where it has any."""
+    if first >= end:
+        return TensorPart(shape, first, 0)
+    low, high = first // block * block, min(-(-end // block) * block, math.prod(shape))
+    return TensorPart(shape, low, high - low, before=first - low, behind=high - end)
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,15 @@ def _island_codec_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
             f"compress={plan.compress} is for the mean change of local, diloco, slowmo and stream, and sync={plan.sync} takes "
             f"none; leave compress out, or use sync=diloco:{sync.period}"
         )
-    if plan.zero:
+    if plan.zero and sync.kind == "gossip":
         yield (
-            f"compress={plan.compress} between islands does not go with zero={plan.zero} inside: a shard's cut would divide "
-            f"blocks and matrices, and change the result; leave compress or zero out"
+            f"compress={plan.compress} with sync={plan.sync} does not go with zero={plan.zero} inside: its messages are of whole "
+            f"tensors; leave compress or zero out, or use sync=diloco:50"
+        )
+    elif plan.zero and rule.kind in ("powersgd", "topk", "randk"):
+        yield (
+            f"compress={plan.compress} between islands does not go with zero={plan.zero} inside: it is a rule for whole tensors, "
+            f"and zero gives ranks some of their rows; use compress=int8 or compress=int4, or leave zero out"
         )
 
 

@@ -391,6 +391,23 @@ class ViewChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StragglerFound(Event):
+    """A rank of an elastic run is busy for longer than the others."""
+
+    kind: ClassVar[str] = "straggler"
+    member: str
+    host: str
+    factor: float
+    """How many times as long as the median of the others."""
+    reason: str
+    """What takes the difference: compute or data."""
+    seconds: float
+    """How much longer that is, per step."""
+    is_left_out: bool
+    """The run goes on without its replica, where enough are left."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """Under a new view all ranks have the state of the same step again."""
 

@@ -6,8 +6,7 @@ that no measurement is of two. A pair that cannot be reached, or is far slower t
 
 import secrets
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.clock import Deadline
@@ -15,18 +14,16 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.units import format_bytes
 from shoal.doctor.checks import Check, judge
 from shoal.launch.hosts.admission import choose_addresses, same_machine_problems, version_problems
+from shoal.launch.hosts.clocks import wrong_clocks
 from shoal.launch.hosts.coordinator import Coordinator, Fleet
-from shoal.launch.hosts.messages import Hello, Interface, Listen, Listening, Ping, Probe, Probed
+from shoal.launch.hosts.messages import Hello, Interface, Listen, Listening, Probe, Probed
 from shoal.launch.supervisor import SignalInbox
 
-CLOCK_SECONDS = 1.0
-"""Clocks that are further apart make events of several hosts hard to read together."""
 SLOW_FACTOR = 3.0
 """A pair that sends so many times slower than the best, or takes so many times longer than the median, is wrong."""
 _LEAST_TRIP = 0.002
 """Below this a round trip is never slow: it is the load of a host that is measured."""
 _LEASE_SECONDS, _PROBE_SECONDS = 60.0, 15.0
-_PINGS = 5
 
 
 def examine_hosts(fleet: Fleet) -> list[Check]:
@@ -55,7 +52,7 @@ def _examine(coordinator: Coordinator, fleet: Fleet) -> list[Check]:
         return checks
     wrong = version_problems(hellos) + same_machine_problems(hellos, list(hellos))
     checks.append(judge("versions", f"of {len(hellos)} hosts", values={}, wrong="; ".join(wrong)))
-    checks += _clocks(coordinator, list(hellos))
+    checks.append(_clocks(coordinator.measure_clocks()))
     try:
         interfaces = choose_addresses(hellos, network=fleet.network)
     except RequestError as error:
@@ -69,24 +66,10 @@ def _describe(hello: Hello | None) -> str:
     return f"{hello.hostname}: Shoal {hello.shoal}, torch {hello.torch}, Python {hello.python}, {hello.cores} core(s)"
 
 
-def _clocks(coordinator: Coordinator, hosts: Sequence[str]) -> list[Check]:
-    lines = {one.name: one for one in coordinator.connections}
-    for _ in range(_PINGS):
-        for host in hosts:
-            lines[host].send(Ping(sent=time.monotonic()))
-        limit = Deadline(seconds=0.1)
-        while not limit.is_over:
-            coordinator.turn(0.02)
-    offsets = {host: lines[host].clock_offset for host in hosts}
-    middle = statistics.median(offsets.values())
-    far = [
-        f"{host} is {offset - middle:+.2f} s off"
-        for host, offset in offsets.items()
-        if abs(offset - middle) > CLOCK_SECONDS
-    ]
-    spread = max(offsets.values()) - min(offsets.values())
-    advice = f"{', '.join(far)}: let chrony or ntpd set the clocks" if far else ""
-    return [judge("clocks", f"within {spread * 1000:.0f} ms", values={"offsets": offsets}, wrong=advice)]
+def _clocks(offsets: Mapping[str, float]) -> Check:
+    spread = max(offsets.values(), default=0.0) - min(offsets.values(), default=0.0)
+    found = f"within {spread * 1000:.0f} ms"
+    return judge("clocks", found, values={"offsets": dict(offsets)}, wrong="; ".join(wrong_clocks(offsets)))
 
 
 def _probe_pairs(coordinator: Coordinator, interfaces: Mapping[str, Interface]) -> dict[tuple[str, str], Probed]:
@@ -124,33 +107,51 @@ def _await(coordinator: Coordinator, host: str, kind: type) -> Any:
 
 
 def judge_pairs(found: Mapping[tuple[str, str], Probed], interfaces: Mapping[str, Interface]) -> list[Check]:
-    """What is wrong with which pair. Pure."""
-    reached = [probed for probed in found.values() if not probed.problem]
-    trips = statistics.median(probed.round_trip for probed in reached) if reached else 0.0
-    best = max((probed.bytes_per_second for probed in reached), default=0.0)
+    """What is wrong with which pair, and with the host that is in all of them. Pure."""
+    wrong = {pair: text for pair, probed in found.items() if (text := _wrong(pair, probed, found, interfaces))}
+    culprits = [host for host in interfaces if _is_culprit(host, found, wrong)]
     checks = []
-    for (host, other), probed in found.items():
-        name = f"{host} to {other}"
+    for pair, probed in found.items():
+        host, other = pair
         values = {"round_trip_s": probed.round_trip, "bytes_per_s": probed.bytes_per_second}
-        if probed.problem:
-            where = interfaces[other].address
-            advice = (
-                f"{host} does not reach {other} at {where} ({probed.problem}): look for a firewall, or give --network"
-            )
-            checks.append(judge(name, "not reached", values=values, wrong=advice))
-            continue
-        wrong = ""
-        if probed.bytes_per_second * SLOW_FACTOR < best:
-            wrong = f"{host} sends to {other} {best / probed.bytes_per_second:.1f} times slower than the best pair"
-        elif probed.round_trip > max(_LEAST_TRIP, SLOW_FACTOR * trips):
-            wrong = f"a message from {host} to {other} takes {probed.round_trip / trips:.1f} times longer than the median pair's"
         text = f"{probed.round_trip * 1000:.2f} ms, {format_bytes(probed.bytes_per_second)}/s"
-        checks.append(
-            judge(
-                name,
-                text,
-                values=values,
-                wrong=f"{wrong}: look at the cable, the port and the load of both" if wrong else "",
+        advice = wrong.get(pair, "")
+        if advice:
+            blamed = next((name for name in culprits if name in pair), None)
+            where = (
+                "the cable, the port and the load of both"
+                if blamed is None
+                else (f"the cable, the port and the load of {blamed}: all its pairs are wrong, and the others are not")
             )
+            advice = f"{advice}; look at {where}" if not probed.problem else advice
+        checks.append(
+            judge(f"{host} to {other}", "not reached" if probed.problem else text, values=values, wrong=advice)
         )
     return checks
+
+
+def _is_culprit(host: str, found: Mapping[tuple[str, str], Probed], wrong: Mapping[tuple[str, str], str]) -> bool:
+    """True where all pairs of a host are wrong and all others are right; of two hosts nobody could say."""
+    own = [pair for pair in found if host in pair]
+    rest = [pair for pair in found if host not in pair]
+    return bool(rest) and all(pair in wrong for pair in own) and not any(pair in wrong for pair in rest)
+
+
+def _wrong(
+    pair: tuple[str, str],
+    probed: Probed,
+    found: Mapping[tuple[str, str], Probed],
+    interfaces: Mapping[str, Interface],
+) -> str:
+    host, other = pair
+    if probed.problem:
+        where = interfaces[other].address
+        return f"{host} does not reach {other} at {where} ({probed.problem}): look for a firewall, or give --network"
+    reached = [one for one in found.values() if not one.problem]
+    trips = statistics.median(one.round_trip for one in reached)
+    best = max(one.bytes_per_second for one in reached)
+    if probed.bytes_per_second * SLOW_FACTOR < best:
+        return f"{host} sends to {other} {best / probed.bytes_per_second:.1f} times slower than the best pair"
+    if probed.round_trip > max(_LEAST_TRIP, SLOW_FACTOR * trips):
+        return f"a message from {host} to {other} takes {probed.round_trip / trips:.1f} times longer than the median pair's"
+    return ""

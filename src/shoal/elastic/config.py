@@ -29,7 +29,8 @@ class GroupConfig(Config):
     min_dp: int = Field(default=1, ge=1)
     """With shrink: with fewer replicas than this the run waits for more, up to start_deadline."""
     max_dp: int | None = Field(default=None, ge=1)
-    """With shrink: more replicas than this are not taken in; the plan's dp when left out. Above dp only with batch scale."""
+    """With shrink: more replicas than this are not taken in; the plan's dp when left out. Above dp only with batch scale. Below
+    dp each replica computes several logical ones from the start, so that a death costs the others a smaller part of a step."""
     spares: int = Field(default=0, ge=0)
     """With shrink: replicas that are started besides and wait, warm, for the place of one that dies."""
     rejoin: bool = False
@@ -46,3 +47,13 @@ class GroupConfig(Config):
     """A rank whose steps keep it busy longer than the median rank by this factor is named as a straggler, with the reason."""
     drop_stragglers: bool = False
     """With shrink: leave stragglers out where enough replicas are left."""
+
+    @property
+    def starts_more(self) -> bool:
+        """Whether processes are started while the run goes on."""
+        return self.mode == "shrink" and (self.rejoin or self.spares > 0)
+
+    def replicas_at_start(self, dp: int) -> int:
+        """How many replicas a run of a plan with so many logical ones begins with."""
+        is_less = self.mode == "shrink" and self.max_dp is not None
+        return min(dp, self.max_dp) if is_less and self.max_dp is not None else dp

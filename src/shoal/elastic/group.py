@@ -279,7 +279,7 @@ def _conclude(state: State, instructions: Sequence[Instruction] = (), *, is_retr
     names = _next_replicas(state)
     is_first = state.view is None
     is_late = state.began is not None and state.now - state.began >= wanted.join_seconds
-    enough = wanted.num_logical if is_first and not is_late else wanted.min_dp
+    enough = wanted.at_start if is_first and not is_late else wanted.min_dp
     if len(names) < enough:
         if state.phase == "running":
             state = replace(state, phase="gathering", began=state.now, trouble=None)

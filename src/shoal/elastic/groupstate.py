@@ -44,6 +44,11 @@ class Wanted:
         """The most replicas that may be present."""
         return self.num_logical if self.max_dp is None else self.max_dp
 
+    @property
+    def at_start(self) -> int:
+        """The replicas that the run begins with."""
+        return min(self.num_logical, self.limit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:

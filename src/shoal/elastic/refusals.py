@@ -46,8 +46,6 @@ def group_problems(config: GroupConfig, plan: Plan, *, rate_rule: str) -> Iterat
         yield f"elastic.min_dp {config.min_dp} is more than the plan's dp={dp}: it could never start; set min_dp to {dp} or less"
     elif max_dp < config.min_dp:
         yield f"elastic.max_dp {max_dp} is less than elastic.min_dp {config.min_dp}; swap or drop one of them"
-    elif max_dp < dp:
-        yield f"elastic.max_dp {max_dp} is less than the plan's dp={dp}; raise max_dp, or plan dp={max_dp}"
     if max_dp > dp and config.batch == "hold":
         yield (
             f"elastic.max_dp {max_dp} is more than the plan's dp={dp}, and with batch hold there are {dp} shares of the batch "
@@ -59,8 +57,11 @@ def group_problems(config: GroupConfig, plan: Plan, *, rate_rule: str) -> Iterat
             "linear or sqrt with optim.scale_base, or elastic.batch to hold"
         )
     # Of islands it is not the number that is in the way: see ``trainer/elastic/limits.py``.
-    if dp == 1 and max_dp == 1 and config.spares == 0 and plan.with_islands.islands == 1:
-        yield "elastic.mode shrink has nobody to go on with at dp=1 and spares 0; plan dp=2 or more, or set elastic.spares"
+    if max_dp == 1 and config.spares == 0 and plan.with_islands.islands == 1:
+        yield (
+            f"elastic.mode shrink has nobody to go on with where one replica is present (dp={dp}, max_dp {max_dp}, spares 0); "
+            "plan dp=2 or more, or set elastic.spares"
+        )
 
 
 def _without_effect(config: GroupConfig) -> Iterator[str]:

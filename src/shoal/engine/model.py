@@ -31,8 +31,8 @@ from shoal.engine.async_pipeline import AsyncPipeline
 from shoal.engine.compression.saved import SavedSums, say_dropped
 from shoal.engine.evaluate import Evaluation, evaluate
 from shoal.engine.hooks import Hook, Hooks, LoopRequests, StepResult
-from shoal.engine.islands import PREFIX as ISLANDS
-from shoal.engine.islands import Islands
+from shoal.engine.islands.together import PREFIX as ISLANDS
+from shoal.engine.islands.together import Islands
 from shoal.engine.metrics import Metric
 from shoal.engine.objective import Objective
 from shoal.engine.passes import Passes

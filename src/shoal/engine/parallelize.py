@@ -15,7 +15,6 @@ from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.plan import Plan
-from shoal.core.syncrule import SyncRule
 from shoal.data.batchform import ModelInputs
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline
@@ -25,7 +24,7 @@ from shoal.engine.compression.saved import SavedSums
 from shoal.engine.compression.settings import check_compression
 from shoal.engine.config import Settings
 from shoal.engine.hooks import Hook, Hooks
-from shoal.engine.islands import Islands
+from shoal.engine.islands.build import build_islands
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import Objective, Scoring, StepFunction, is_known, refuse_own_loss, refuse_step, settle_loss
 from shoal.engine.passes import Passes
@@ -37,7 +36,7 @@ from shoal.engine.weights import remember
 from shoal.models.build import refuse_lazy
 from shoal.models.embeddings import make_dense, refuse_rows
 from shoal.models.losses import Loss, loss_of_output
-from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state, reset_state
+from shoal.optim.build import build_optimizer, decide_groups, freeze, initialise_state
 from shoal.optim.given import GivenOptimizer
 from shoal.optim.groups import Groups
 from shoal.optim.precision import Precision
@@ -54,8 +53,6 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.replicas.build import build_codings, build_policy
-from shoal.replicas.policy import Island
 from shoal.telemetry.statusboard import RankStatus
 
 
@@ -353,7 +350,8 @@ def _assemble(
 ) -> ParallelModel:
     scalars = parts.objective.scalars
     assert scalars is not None, "parallelize gives the objective its scalars"
-    max_norm, cut = settings.optim.clip, parts.cut
+    max_norm, cut, exchange = settings.optim.clip, parts.cut, passes.reduction.exchange
+    saved_names = {entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained}
     asynchronous = None
     if cut is not None and cut.schedule.updates.are_asynchronous:
         asynchronous = AsyncPipeline(passes, cut, parts.plan, optimizer=optimizer, max_norm=max_norm, stop=scalars.stop)
@@ -375,9 +373,21 @@ def _assemble(
         max_norm=max_norm,
         allows_unused=settings.train.unused_parameters,
         asynchronous=asynchronous,
-        islands=_build_islands(parts, passes, outline, settings, optimizer) if parts.mesh.has(Axis.ISLAND) else None,
+        islands=build_islands(
+            passes.reduction,
+            optimizer,
+            parts.objective.model,
+            plan=parts.plan,
+            world=parts.world,
+            mesh=parts.mesh,
+            saved_names=saved_names,
+            settings=settings,
+            stop=scalars.stop,
+        )
+        if parts.mesh.has(Axis.ISLAND)
+        else None,
         publishes_by_itself=is_given,
-        saved_sums=_save_sums(passes.reduction, outline),
+        saved_sums=None if exchange is None else SavedSums(sums=exchange.sums, saved_names=saved_names),
         needs_exact_norm=settings.optim.adapt == "adascale" or settings.train.batch_schedule == "noise",
     )
     if is_given:
@@ -393,65 +403,6 @@ def _assemble(
                 f"weights, which differ from island to island; leave it out, or leave sync out"
             )
     return assembled
-
-
-def _save_sums(reduction: Reduction, outline: Outline) -> SavedSums | None:
-    """What compressed sums keep in a checkpoint; None where nothing is compressed."""
-    if reduction.exchange is None:
-        return None
-    names = {entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained}
-    return SavedSums(sums=reduction.exchange.sums, saved_names=names)
-
-
-def _build_islands(
-    parts: _Parts, passes: Passes, outline: Outline, settings: Settings, optimizer: Optimizer
-) -> Islands:
-    """What brings this island together with the others.
-
-    Raises:
-        RequestError: the policy does not fit the model.
-    """
-    reduction, scalars = passes.reduction, parts.objective.scalars
-    assert scalars is not None
-    rule = SyncRule.parse(parts.plan.sync)
-    channel = parts.mesh.channel(Axis.ISLAND)
-    weights = {name: parameter.detach() for name, parameter in reduction.updated.items()}
-    order = sorted(entry.parameter for entry in outline.values() if entry.parameter and entry.is_trained)
-    # Every rank makes it, or none: the rule is the plan's.
-    overlaps = rule.kind == "stream" and rule.delay > 0
-    background = parts.mesh.add_background(parts.world, Axis.ISLAND) if overlaps else None
-    coding, sums = build_codings(
-        rule, parts.plan.compress, settings.compression, weights, background or channel, settings.train.seed
-    )
-    island = Island(
-        channel=channel,
-        weights=weights,
-        seed=settings.train.seed,
-        inside=parts.mesh.everyone,
-        background=background,
-        sums=sums,
-        coding=coding,
-        rank=parts.world.rank,
-        deadline_seconds=parts.world.deadline_seconds,
-    )
-    return Islands(
-        rule=rule,
-        config=settings.replicas,
-        policy=build_policy(island, rule, settings.replicas, order=order),
-        channel=channel,
-        inside=parts.mesh.everyone,
-        weights=weights,
-        placements=reduction.placements,
-        buffers=batchnorm.running_statistics(parts.objective.model),
-        saved_names={entry.parameter: name for name, entry in outline.items() if entry.parameter and entry.is_trained},
-        seed=settings.train.seed,
-        stop=scalars.stop,
-        device=parts.world.device,
-        publish=reduction.publish,
-        forget=lambda: reset_state(optimizer),
-        sums=sums,
-        goes_on=settings.train.nonfinite == "skip",
-    )
 
 
 def example_of(data: Splits) -> ModelInputs:

@@ -95,8 +95,12 @@ class RankPreview:
 
         ``overlaps`` says that replicas are on several hosts, where units are on their way while others compute.
         """
-        plan, compress = self.plan, None
-        if plan.compress is not None and plan.islands == 1:
+        plan, compress, islands = self.plan, None, None
+        sync = SyncRule.parse(plan.sync)
+        if plan.islands > 1:
+            islands = plan.islands, self.mesh.coordinate(Axis.ISLAND)
+        # Messages of gossip are coded without sums: what they remember is the policy's.
+        if plan.compress is not None and sync.kind != "gossip":
             compress = CompressRule.parse(plan.compress), compression or CompressionConfig()
         return predict_state_bytes(
             self.model,
@@ -107,10 +111,9 @@ class RankPreview:
             # A pipeline keeps gradients whole until the last cell of a step, also of a step of one microbatch.
             num_microbatches=max(2, plan.microbatches or 1) if plan.pp > 1 else plan.microbatches or 1,
             optim=optim,
-            num_copies=policy_copies(SyncRule.parse(plan.sync).kind, is_compressed=plan.compress is not None)
-            if plan.islands > 1
-            else 0,
+            num_copies=policy_copies(sync.kind, is_compressed=plan.compress is not None) if plan.islands > 1 else 0,
             compress=compress,
+            islands=islands,
             has_masters=compression is not None and compression.weights != "none",
             overlaps=overlaps,
         )
@@ -156,4 +159,8 @@ def measure_state(model: ParallelModel) -> dict[str, int]:
     if reduction.exchange is not None:
         kept = (*kept, "compression")
     found = {name: value for name, value in asdict(sizes).items() if name in kept}
-    return found if model.islands is None else {**found, "islands": model.islands.num_state_bytes()}
+    if model.islands is not None:
+        found["islands"] = model.islands.num_state_bytes()
+        if model.islands.sums is not None:
+            found["compression"] = model.islands.sums.num_state_bytes
+    return found

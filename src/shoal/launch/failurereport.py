@@ -66,7 +66,8 @@ def advice(culprit: Culprit, *, can_resume: bool = True) -> list[str]:
             "or it failed before it could report; see its output"
         )
     if culprit.log:
-        lines.append(f"read all that rank {culprit.rank} printed: {culprit.log}")
+        where = f" on host {culprit.host}" if culprit.host else ""
+        lines.append(f"read all that rank {culprit.rank} printed: {culprit.log}{where}")
     # What would end the same again has said itself what to change.
     if can_resume and culprit.can_restart:
         lines.append("continue from the newest checkpoint with --resume, or let --max-restarts do it")

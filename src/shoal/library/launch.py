@@ -5,10 +5,11 @@ No torch: the launcher stays small and answers signals at once while the ranks d
 
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from shoal.launch.failurereport import describe, headline
 from shoal.launch.group.request import LaunchRequest
 from shoal.launch.ranks import supervise
 from shoal.launch.runlock import read_holder, release_lock, take_lock
+from shoal.library.script import DIGEST_VARIABLE, digest_of
 from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 
@@ -44,6 +46,10 @@ class ScriptRequest:
     processes: ProcessConfig = field(default_factory=ProcessConfig)
     debug: bool = False
     """Show tracebacks of failures that were foreseen."""
+    supervise_with: Callable[[LaunchRequest], Outcome] = supervise
+    """Starts and watches the ranks; left out, on this machine."""
+    where: str = ""
+    """The hosts that they run on, in words; empty for this machine."""
 
 
 def run_script(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
@@ -54,15 +60,22 @@ def run_script(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
     """
     if not request.script.is_file():
         raise RequestError(f"there is no script {request.script}; name a Python file")
-    check_processes(request.plan.world_size)
+    if not request.where:
+        check_processes(request.plan.world_size)
     if committed_names(RunDir(request.run_dir).checkpoints) and not request.resume:
         raise RequestError(
             f"{request.run_dir} holds the checkpoints of a run; add --resume to go on, or use another --run-dir"
         )
     with withheld("owner"):
+        was_empty = RunDir(request.run_dir).is_empty
         lock = _claim(request.run_dir)
         try:
             return _supervise(request)
+        except RequestError:
+            # A host that cannot be used: nothing ran.
+            if was_empty:
+                shutil.rmtree(request.run_dir, ignore_errors=True)
+            raise
         finally:
             release_lock(lock, RunDir(request.run_dir).lock)
 
@@ -86,21 +99,22 @@ def _supervise(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
     before = read_summary(request.run_dir)
     replace_text(run.plan, json.dumps({"plan": plan, **request.plan.as_dict()}, indent=2) + "\n")
     run.summary.unlink(missing_ok=True)
-    print(f"shoal: {plan} on {size} process(es), run directory {request.run_dir}", file=sys.stderr)
+    where = request.where and f" on {request.where}"
+    print(f"shoal: {plan} on {size} process(es){where}, run directory {request.run_dir}", file=sys.stderr)
     started = time.time()
-    outcome = supervise(
+    outcome = request.supervise_with(
         LaunchRequest(
             module="shoal.library.worker",
             arguments=[str(request.script), *request.arguments],
             num_ranks=size,
             run_dir=request.run_dir,
             run_id=request.run_dir.name,
-            threads=default_threads(size),
+            threads=0 if request.where else default_threads(size),
             config=request.processes,
             display=build_display(sys.stderr, every=_PROGRESS_SECONDS),
             # On a terminal the display puts lines above what it draws; elsewhere a script's output is the command's.
             output=None if sys.stdout.isatty() and sys.stderr.isatty() else sys.stdout,
-            env={"SHOAL_PLAN": plan, **({"SHOAL_RESUME": "1"} if request.resume else {})},
+            env=_environment(request),
         )
     )
     summary = read_summary(request.run_dir)
@@ -123,6 +137,13 @@ def _supervise(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
         can_resume = bool(committed_names(run.checkpoints))
         print(f"error: {describe(outcome.culprit, debug=request.debug, can_resume=can_resume)}", file=sys.stderr)
     return outcome.exit_code, summary
+
+
+def _environment(request: ScriptRequest) -> dict[str, str]:
+    values = {"SHOAL_PLAN": str(request.plan)}
+    if request.where:
+        values[DIGEST_VARIABLE] = digest_of(request.script)
+    return {**values, **({"SHOAL_RESUME": "1"} if request.resume else {})}
 
 
 def _cause(outcome: Outcome) -> str | None:

@@ -24,6 +24,7 @@ from shoal.launch.failures import report_failure
 # Imported before ranks are forked, so that a script finds it at once.
 from shoal.library import run  # noqa: F401
 from shoal.library.process import IS_RUNNING, OPEN, OWN_WORK
+from shoal.library.script import check_script
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 
 _TELL_SECONDS = 5.0
@@ -38,6 +39,7 @@ def main() -> None:
     script, arguments = sys.argv[1], sys.argv[2:]
     status = attach_status(os.environ)
     try:
+        check_script(Path(script), os.environ)
         with _watched(status):
             code = _run_script(script, arguments)
         if code not in (EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM):

@@ -124,6 +124,8 @@ class Lamb(TrustOptimizer):
         norms: Norms | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, norms)
+        self.hears_ratios: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
+        """Is told of weights and their trust ratios at every step; None where nobody asks."""
 
     def create_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter that has not been stepped; the count stays on the CPU, where reading it waits for nothing."""
@@ -148,7 +150,10 @@ class Lamb(TrustOptimizer):
             return
         if norms is not None:
             # phi(|x|) / |r + lambda x|
-            torch._foreach_mul_(moves, trust_ratios(*norms, weights[0].dtype))
+            ratios = trust_ratios(*norms, weights[0].dtype)
+            torch._foreach_mul_(moves, ratios)
+            if self.hears_ratios is not None:
+                self.hears_ratios(weights, ratios)
         torch._foreach_mul_(moves, group["lr"])
         torch._foreach_sub_(weights, moves)
 

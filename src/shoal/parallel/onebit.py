@@ -2,12 +2,15 @@
 
 Until then sums are dense and the optimizer is the plain one. At that step the variance is frozen, with Adam's own correction for
 its start, so that the step lengths go on as they were; each replica moves the momentum that all agree on with its own gradient,
-and the sum of these is sent as scaled signs with error feedback on both legs. For LAMB the direction is the same and its trust
-ratio is taken of it, which is not the scaled frozen coefficient of 1-bit LAMB (Li et al. 2021).
+and the sum of these is sent as scaled signs with error feedback on both legs.
+
+1-bit LAMB (Li et al. 2021, algorithm 1) has no trust ratios from then on, which signs would disturb: a tensor's steps are scaled
+by the mean of its ratios of the warm-up, times a factor that follows how its variance has changed since. The mean forgets a tenth
+a step and is corrected for its start.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,9 +18,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from shoal.compression.exchange import CompressedSum
-from shoal.compression.onebit import move
+from shoal.compression.onebit import lamb_factor, move, rebuild_gradient
 from shoal.optim.layerwise import Lamb, trust_ratios
 from shoal.parallel.compressed import CompressedGradients
+
+RATIO_KEPT = 0.9
+"""Of the mean trust ratio, at each step of the warm-up (Li et al. 2021, section 4: beta 3)."""
 
 
 class MomentumSums(CompressedGradients):
@@ -30,13 +36,28 @@ class MomentumSums(CompressedGradients):
         sums.numbers["frozen_at"] = self.frozen_at
         self._optimizer: Optimizer | None = None
         self._names: dict[str, nn.Parameter] = {}
+        self._name_of: dict[int, str] = {}
+        """The name of a parameter by its id."""
         self._beta1: dict[str, float] = {}
 
     def attach(self, optimizer: Optimizer, updated: Mapping[str, nn.Parameter]) -> None:
         """Say whose momenta are summed."""
         self._optimizer, self._names = optimizer, dict(updated)
+        self._name_of = {id(parameter): name for name, parameter in updated.items()}
         by_parameter = {id(one): group["betas"][0] for group in optimizer.param_groups for one in group["params"]}
         self._beta1 = {name: by_parameter[id(parameter)] for name, parameter in updated.items()}
+        if isinstance(optimizer, Lamb):
+            for name, parameter in updated.items():
+                self.sums.numbers[f"ratio/{name}"] = torch.zeros((), dtype=torch.float64)
+                self.sums.numbers[f"factor/{name}"] = torch.zeros((), dtype=torch.float64)
+                self.sums.numbers[f"variance/{name}"] = torch.zeros_like(parameter)
+            optimizer.hears_ratios = self._hear
+
+    def _hear(self, weights: Sequence[Tensor], ratios: Sequence[Tensor]) -> None:
+        """LAMB has taken a step of the warm-up by these trust ratios."""
+        for weight, ratio in zip(weights, ratios, strict=True):
+            mean = self.sums.numbers[f"ratio/{self._name_of[id(weight)]}"]
+            mean.mul_(RATIO_KEPT).add_((1 - RATIO_KEPT) * float(ratio))
 
     @torch.no_grad()
     def reduce_(self, gradients: Mapping[str, Tensor]) -> None:
@@ -64,14 +85,15 @@ class MomentumSums(CompressedGradients):
     def update(self, optimizer: Optimizer) -> None:
         """A step of the optimizer with the frozen variance, from the momenta in ``.grad``."""
         counts = [optimizer.state[one]["step"] for group in optimizer.param_groups for one in group["params"]]
-        if counts and not int(self.frozen_at):
+        is_first = not int(self.frozen_at)
+        if counts and is_first:
             self.frozen_at.fill_(int(counts[0]))
         for group in optimizer.param_groups:
             names = group.get("param_names") or [str(place) for place in range(len(group["params"]))]
             held = [(name, one) for name, one in zip(names, group["params"], strict=True) if one.grad is not None]
             directions = [self._direction(group, one, optimizer.state[one]) for _, one in held]
             if isinstance(optimizer, Lamb):
-                _trust_(optimizer, group, [name for name, _ in held], [one for _, one in held], directions)
+                self._scale_(optimizer, group, held, directions, is_first=is_first)
             for (_, weight), direction in zip(held, directions, strict=True):
                 if isinstance(optimizer, AdamW) and group["weight_decay"]:
                     weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -82,20 +104,55 @@ class MomentumSums(CompressedGradients):
         beta1, beta2 = group["betas"]
         assert weight.grad is not None
         state["step"] += 1
+        if isinstance(self._optimizer, Lamb):
+            self._follow_variance(group, weight, state)
         state["exp_avg"].copy_(weight.grad)
         scale = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** int(self.frozen_at))).add_(group["eps"])
         corrected: Tensor = state["exp_avg"] / (1 - beta1 ** int(state["step"]))
         return corrected.div_(scale)
 
+    def _follow_variance(self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> None:
+        """Move the variance that is not frozen by the gradient which the agreed momenta imply, and the factor with it."""
+        name, (beta1, beta2) = self._name_of[id(weight)], group["betas"]
+        assert weight.grad is not None
+        fresh, factor = self.sums.numbers[f"variance/{name}"], self.sums.numbers[f"factor/{name}"]
+        if not float(factor):
+            fresh.copy_(state["exp_avg_sq"])
+            factor.fill_(1.0)
+        gradient = rebuild_gradient(state["exp_avg"], weight.grad, beta1)
+        fresh.mul_(beta2).add_(gradient.mul_(gradient).mul_(1 - beta2))
+        factor.fill_(lamb_factor(state["exp_avg_sq"], fresh, float(factor)))
 
-def _trust_(
-    optimizer: Lamb, group: dict[str, Any], names: list[str], weights: list[Tensor], directions: list[Tensor]
-) -> None:
-    """LAMB's decay and trust ratio, in place; a rank with nothing in a group still takes part where norms are collective."""
-    if group["weight_decay"]:
-        for weight, direction in zip(weights, directions, strict=True):
-            direction.add_(weight * group["weight_decay"])
-    if group["adapt"]:
+    def _scale_(
+        self,
+        optimizer: Lamb,
+        group: dict[str, Any],
+        held: list[tuple[str, nn.Parameter]],
+        directions: list[Tensor],
+        *,
+        is_first: bool,
+    ) -> None:
+        """LAMB's decay, and the coefficient that was frozen with the variance times its factor, in place."""
+        if group["weight_decay"]:
+            for (_, weight), direction in zip(held, directions, strict=True):
+                direction.add_(weight * group["weight_decay"])
+        if not group["adapt"]:
+            return
+        started = 1 - RATIO_KEPT ** int(self.frozen_at)
+        if is_first:
+            self._fill_ratios(optimizer, held, directions, started)
+        for (_, weight), direction in zip(held, directions, strict=True):
+            name = self._name_of[id(weight)]
+            mean, factor = (float(self.sums.numbers[f"{what}/{name}"]) for what in ("ratio", "factor"))
+            direction.mul_(mean / started * factor)
+
+    def _fill_ratios(
+        self, optimizer: Lamb, held: list[tuple[str, nn.Parameter]], directions: list[Tensor], started: float
+    ) -> None:
+        """The first ratio stands for those of a warm-up that was another plan's. All ranks call it: norms may be collective."""
+        names, weights = [name for name, _ in held], [weight.detach() for _, weight in held]
         norms = (optimizer.norms(names, weights), optimizer.norms(names, directions))
-        for direction, ratio in zip(directions, trust_ratios(*norms, torch.float32), strict=True):
-            direction.mul_(ratio)
+        for (_, weight), ratio in zip(held, trust_ratios(*norms, torch.float32) if held else (), strict=True):
+            mean = self.sums.numbers[f"ratio/{self._name_of[id(weight)]}"]
+            if not float(mean):
+                mean.fill_(float(ratio) * started)

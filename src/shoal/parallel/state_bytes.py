@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression.build import build_back, build_codec
 from shoal.compression.config import CompressionConfig
-from shoal.compression.layout import TensorPart
+from shoal.compression.layout import TensorPart, cut_block, is_compressed, way_of, whole_blocks
 from shoal.compression.traffic import state_bytes as compression_bytes
 from shoal.core.compressrule import CompressRule
 from shoal.optim.build import num_state_bytes
@@ -49,6 +50,7 @@ def predict_state_bytes(
     optim: OptimConfig,
     num_copies: int = 0,
     compress: tuple[CompressRule, CompressionConfig] | None = None,
+    islands: tuple[int, int] | None = None,
     has_masters: bool = False,
     overlaps: bool = False,
 ) -> StateBytes:
@@ -63,7 +65,8 @@ def predict_state_bytes(
         num_microbatches: microbatches of one step.
         optim: the ``[optim]`` section.
         num_copies: that a policy between islands keeps of what the rank updates.
-        compress: how gradients are compressed; None where they are not.
+        compress: how gradients are compressed, or the changes of islands; None where nothing is.
+        islands: how many there are and which is this rank's, where ``compress`` is of what they exchange.
         has_masters: weights are gathered by a codec, so that stages 1 and 2 keep float32 shards beside them.
         overlaps: the data axis spans hosts, so that units are gathered ahead and reduced while the next are computed, in buffers
             more than on one host.
@@ -71,19 +74,28 @@ def predict_state_bytes(
     trained = [parameter for _, parameter in sorted(model.named_parameters()) if parameter.requires_grad]
     itemsize = trained[0].element_size()
     residuals = 0
-    if compress is not None:
+    if compress is not None and islands is None:
         parts = {name: TensorPart(tuple(one.shape)) for name, one in model.named_parameters() if one.requires_grad}
         residuals = compression_bytes(parts, *compress, num_ranks=num_data_ranks, rank=data_rank, is_sharded=stage > 0)
+        if compress[0].kind == "onebit" and optim.name == "lamb":
+            # A variance that goes on beside the frozen one.
+            residuals += sum(one.nbytes for one in trained if one.ndim)
     if stage == 0:
         num_bytes = sum(parameter.nbytes for parameter in trained)
         state = num_state_bytes(optim, [parameter.numel() for parameter in trained], itemsize)
-        islands = num_copies * num_bytes
+        copies = num_copies * num_bytes
+        if compress is not None and islands is not None:
+            parts = {name: TensorPart(tuple(one.shape)) for name, one in model.named_parameters() if one.requires_grad}
+            residuals = compression_bytes(parts, *compress, num_ranks=islands[0], rank=islands[1])
         return StateBytes(
-            weights=num_bytes, gradients=num_bytes, optimizer=state, compression=residuals, islands=islands
+            weights=num_bytes, gradients=num_bytes, optimizer=state, compression=residuals, islands=copies
         )
     layout = lay_out(model, analysis, num_data_ranks)
     whole, shard = layout.size * itemsize, layout.shard_size(data_rank) * itemsize
-    keeps_whole = stage == 1 or num_microbatches > 1 or compress is not None
+    keeps_whole = stage == 1 or num_microbatches > 1 or (compress is not None and islands is None)
+    if compress is not None and islands is not None:
+        parts = _coded_shards(layout, data_rank, *compress)
+        residuals = compression_bytes(parts, *compress, num_ranks=islands[0], rank=islands[1])
     pieces = [_rows_numel(slot, data_rank) for unit in layout.units for slot in unit.slots]
     working = 0 if keeps_whole else sum(_bucket_sizes(layout, MOST_UNDER_WAY if overlaps else 0))
     # What a codec gathers is not gathered ahead.
@@ -96,6 +108,22 @@ def predict_state_bytes(
         islands=num_copies * sum(pieces) * itemsize,
         compression=residuals,
     )
+
+
+def _coded_shards(
+    layout: ZeroLayout, rank: int, rule: CompressRule, config: CompressionConfig
+) -> dict[str, TensorPart]:
+    """What a rank codes of the parameters that it has rows of, between islands: whole blocks."""
+    codec = build_codec(rule, config)
+    is_blocks = codec is not None and way_of(rule) == "blocks"
+    block = cut_block(codec, build_back(rule, config)) if codec is not None and is_blocks else 1
+    found: dict[str, TensorPart] = {}
+    for slot in (slot for unit in layout.units for slot in unit.slots):
+        first, end = slot.rows(rank)
+        if first < end:
+            own = block if is_compressed(slot.shape, rule, config) else 1
+            found[slot.name] = whole_blocks(slot.shape, first * slot.row, end * slot.row, own)
+    return found
 
 
 def measure_state_bytes(model: nn.Module, reduction: Reduction, optimizer: Optimizer) -> StateBytes:

@@ -66,7 +66,9 @@ class Averaging:
             sums=self._island.sums,
             room=self._room,
         )
-        self.left_out = mean.finish(changes).left_out
+        sent = self._island.widen(changes)
+        self.left_out = mean.finish(sent).left_out
+        self._island.narrow_(sent, changes)
         self._samples.zero_()
         for name, change in changes.items():
             self._step(name, self._agreed[name], change, end.lr)

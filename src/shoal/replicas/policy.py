@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.comm.channel import Channel
 from shoal.compression.codec import Codec
 from shoal.compression.exchange import CompressedSum
+from shoal.replicas.shards import WholeBlocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Island:
     """The ranks of ``channel`` once more, for exchanges that go on during steps; None where the rule has none."""
     sums: CompressedSum | None = None
     """Adds changes up compressed, over ``background`` where there is one; None where they go as they are."""
+    shards: WholeBlocks | None = None
+    """Makes whole blocks of changes that ZeRO has cut; None where the rank holds parameters whole, or nothing is compressed."""
     coding: Coding | None = None
     """How messages to neighbours are coded; None where they go as they are."""
     rank: int = 0
@@ -65,6 +68,15 @@ class Island:
     def copy_weights(self) -> dict[str, Tensor]:
         """The weights as they are now."""
         return {name: weight.clone() for name, weight in self.weights.items()}
+
+    def widen(self, changes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Changes as they go to the other islands. All ranks of an island call it together, on the thread that trains."""
+        return changes if self.shards is None else self.shards.widen(changes)
+
+    def narrow_(self, sent: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:
+        """Put what came back for widened changes into the changes."""
+        if self.shards is not None:
+            self.shards.narrow_(sent, changes)
 
     def is_finite(self, tensors: Iterable[Tensor]) -> bool:
         """True where these tensors are finite on all ranks of this island, each of which may have a part of them."""

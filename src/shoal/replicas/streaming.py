@@ -6,10 +6,12 @@ island mixes ``t = f + a (t - f)``, which keeps a share of what it did meanwhile
 equations 2 and 3). With one fragment, no delay and a = 0 this is DiLoCo, bit for bit.
 
 Where there is a delay the exchange goes on beside the T steps (``flight.py``), and the step that applies it waits for what is
-left of it. A checkpoint waits too, and keeps the sum: whether a fragment was still under way changes no bit.
+left of it. The outer step is taken on the exchange's thread, as soon as the sum is there: it needs nothing that an island does
+meanwhile, so that the step which applies a fragment only mixes. A checkpoint waits too, and keeps what the outer step gave:
+whether a fragment was still under way changes no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +36,10 @@ class Streaming:
             for fragment in range(rule.fragments)
         ]
         self._agreed = island.copy_weights()
-        self._momentum = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
-        self._in_flight = {name: torch.zeros_like(weight) for name, weight in island.weights.items()}
+        # Filled, so that no step waits for pages of memory that nobody has touched before.
+        self._momentum = {name: torch.zeros_like(weight).fill_(0.0) for name, weight in island.weights.items()}
+        self._change = {name: torch.zeros_like(weight).fill_(0.0) for name, weight in island.weights.items()}
+        """This island's change, and once it has arrived the mean of all of them: each fragment's last."""
         self._told = torch.ones(rule.fragments, island.count, dtype=torch.float64)
         """The share of each island in the last round of each fragment."""
         self._room = Bucket()
@@ -77,11 +81,12 @@ class Streaming:
 
     def _send(self, fragment: int, step: int) -> None:
         names = self._fragments[fragment]
-        changes = {name: self._in_flight[name] for name in names}
+        changes = {name: self._change[name] for name in names}
         for name, change in changes.items():
             torch.sub(self._agreed[name], self._island.weights[name], out=change)
         by_samples = self._config.weigh == "samples"
         share = float(self._samples[fragment]) if by_samples else 1.0
+        sent = self._island.widen(changes)
         channel = self._island.background or self._island.channel
         mean = MeanChange(
             channel,
@@ -92,18 +97,28 @@ class Streaming:
             room=self._room,
         )
         if self._island.background is None:
-            self._note(fragment, mean.finish(changes))
+            for _ in self._exchange(mean, sent, changes):
+                pass
+            self._note(fragment, mean.members)
             return
         # One at a time: the delay is shorter than the time between two fragments, so the one before has been applied.
         assert not self._flights, "a fragment is applied before the next one is sent"
         flight = Flight(
-            lambda: mean.messages(changes),
+            lambda: self._exchange(mean, sent, changes),
             channel,
             what=f"fragment {fragment} of the round that was sent after step {step + 1}",
             rank=self._island.rank,
             deadline_seconds=self._island.deadline_seconds,
         )
         self._flights[fragment] = (flight, mean)
+
+    def _exchange(self, mean: MeanChange, sent: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> Iterator[None]:
+        """The messages of one fragment, and then its outer step; on a thread where there is a delay."""
+        yield from mean.messages(sent)
+        self._island.narrow_(sent, changes)
+        for name, change in changes.items():
+            for parts in chunks(self._agreed[name], self._momentum[name], change):
+                step_nesterov_(*parts, share=self._config.outer_momentum, rate=self._config.outer_lr)
 
     def _land(self, fragment: int) -> None:
         """Wait for a fragment that is under way; nothing where none is, as after a resume."""
@@ -121,18 +136,15 @@ class Streaming:
         self._told[fragment] = torch.tensor(members.shares, dtype=torch.float64)
 
     def _apply(self, fragment: int) -> None:
-        share, rate, mixing = self._config.outer_momentum, self._config.outer_lr, self._config.mixing
         self.left_out = Membership(self._told[fragment].tolist()).left_out
         self._samples[fragment] = 0
+        mixing = 0.0 if self._island.number in self.left_out else self._config.mixing
         for name in self._fragments[fragment]:
-            agreed, momentum, change = self._agreed[name], self._momentum[name], self._in_flight[name]
-            for parts in chunks(agreed, momentum, change):
-                step_nesterov_(*parts, share=share, rate=rate)
-            weight = self._island.weights[name]
-            if mixing == 0 or self._island.number in self.left_out:
-                weight.copy_(agreed)
-            else:
-                weight.copy_(agreed + (weight - agreed).mul_(mixing))
+            for agreed, weight in chunks(self._agreed[name], self._island.weights[name]):
+                if mixing == 0:
+                    weight.copy_(agreed)
+                else:
+                    weight.sub_(agreed).mul_(mixing).add_(agreed)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -144,7 +156,7 @@ class Streaming:
         for name, weight in self._island.weights.items():
             self._agreed[name].copy_(weight)
             self._momentum[name].zero_()
-            self._in_flight[name].zero_()
+            self._change[name].zero_()
         self.is_agreed = True
 
     def loaded(self, *, after_round: bool) -> None:
@@ -162,7 +174,7 @@ class Streaming:
     def state(self) -> PolicyState:
         """See ``Policy``."""
         self.close()
-        shared = {"agreed": self._agreed, "momentum": self._momentum, "in_flight": self._in_flight}
+        shared = {"agreed": self._agreed, "momentum": self._momentum, "change": self._change}
         return PolicyState(shared=shared, own={}, own_numbers={"told": self._told, "samples": self._samples})
 
     def close(self) -> None:

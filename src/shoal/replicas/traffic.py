@@ -13,6 +13,7 @@ from shoal.core.axes import Axis
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.exchange import BUCKET_ELEMENTS
 from shoal.replicas.graphs import Matrix
+from shoal.replicas.shards import WholeBlocks
 from shoal.replicas.sparse import payload_bytes
 
 TOLD_EVERY = 10
@@ -57,6 +58,7 @@ def step_traffic(
     place: int = 0,
     matrix: Matrix | None = None,
     sums: CompressedSum | None = None,
+    shards: WholeBlocks | None = None,
 ) -> TrafficCounts:
     """What one rank sends to other islands in step number ``step``, counted from 0.
 
@@ -69,6 +71,7 @@ def step_traffic(
         place: of the rank's island, for gossip.
         matrix: the weights of this round's graph, for gossip.
         sums: what changes went through in the last round, where they go compressed.
+        shards: what made whole blocks of them, where ZeRO has cut them.
     """
     found: TrafficCounts = {}
     everything = list(sizes.elements.values())
@@ -78,7 +81,8 @@ def step_traffic(
         for fragment in range(rule.fragments):
             since = step + 1 - fragment * rule.period // rule.fragments
             if since > 0 and since % rule.period == 0:
-                found = add_traffic(found, _looked(sizes))
+                widened = {} if shards is None else shards.forecast_traffic(sizes.order[fragment :: rule.fragments])
+                found = add_traffic(found, _looked(sizes), widened)
             # A fragment is counted in the step that waits for it.
             if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
                 names = set(sizes.order[fragment :: rule.fragments])
@@ -100,6 +104,8 @@ def step_traffic(
         summed = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
         if sums is not None:
             summed = sums.forecast_traffic()
+        if shards is not None:
+            summed = add_traffic(summed, shards.forecast_traffic())
         found = add_traffic(_looked(sizes), _told(sizes), summed)
     if rule.seconds is not None and step >= rule.start:
         found = add_traffic(found, {(_AXIS, "all_reduce_max"): Traffic(calls=1, num_bytes=_FLAG_BYTES)})

@@ -62,6 +62,8 @@ class ProcessSpec:
     """Names the process over its instances, where nobody sees to it that there is one of each name."""
     run: str = ""
     """The run that it belongs to (``core/rundir.py``); empty for a worker that has not been in it yet."""
+    is_held: bool = False
+    """The run directory is held, and the end is told, by whoever started this role; true with ``shoal train --hosts``."""
     group_rank: int = 0
     """Of a process of a worker that is a group of several: 0 is the worker to everyone else, the others serve it."""
 

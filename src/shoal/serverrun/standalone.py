@@ -53,6 +53,8 @@ class RoleRequest:
     """Where a center is elected; empty: among the centers themselves."""
     run_dir: Path | None = None
     resume: bool = False
+    is_held: bool = False
+    """See ``ProcessSpec``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,7 @@ def prepare_role(request: RoleRequest, *, own: OwnParts) -> PreparedRole:
             cluster=cluster,
             run_dir=run_dir,
             resume=request.resume,
+            is_held=request.is_held,
             recipe=recipe,
             plan=layout.plan,
         ),

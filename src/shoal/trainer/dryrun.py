@@ -187,7 +187,7 @@ def describe_dry_run(result: DryRun) -> str:
         for role, held in roles.items()
         for line in (
             f"bytes per {role}, without activations:",
-            *(f"  {name:<10} {format_bytes(count)}" for name, count in held.items()),
+            *(f"  {name:<{max(10, *map(len, held))}} {format_bytes(count)}" for name, count in held.items()),
         )
     ]
     samples = "an unknown number of" if result.train_samples == UNKNOWN_LENGTH else result.train_samples

@@ -24,11 +24,12 @@ from shoal.launch.ranks import supervise
 from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim
-from shoal.trainer.elastic.membership import HostMembership, build_membership
+from shoal.trainer.elastic.membership import HostMembership, build_membership, ranks_at_start
 from shoal.trainer.online.config import NEVER
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
+WORKER = "shoal.trainer.worker"
 SHARED_MODEL = "shoal.trainer.sharedmodel:build"
 """Called once for all ranks, before they are forked."""
 RunJob = Callable[[Prepared, "dict[str, Any] | None"], Ended]
@@ -99,6 +100,32 @@ def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] 
     return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
 
 
+def _tell_end(outcome: Outcome, cause: str, *, can_resume: bool, debug: bool) -> None:
+    if outcome.status == "failed" and outcome.culprit is not None:
+        print(f"error: {describe(outcome.culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
+    else:
+        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
+        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+
+
+def _shared_model(prepared: Prepared, threads: int) -> list[str]:
+    """What is called once for all ranks of a host, with its arguments."""
+    data = json.dumps(asdict(prepared.spec))
+    return [SHARED_MODEL, str(prepared.run_dir), data, str(threads or THREADS_THERE)]
+
+
+def _why_shared(prepared: Prepared) -> str:
+    """Why all hosts have to share the run directory; empty where they need not."""
+    if prepared.setup.plan.ps:
+        return "every server writes its part of a checkpoint there; give a --run-dir on a file system that all share"
+    if prepared.recipe.elastic.mode != "restart":
+        return (
+            "with elastic.mode shrink any host may be the one that is left; give a --run-dir on a file system that all share, or "
+            "set elastic.mode to restart"
+        )
+    return ""
+
+
 def _cause_of(outcome: Outcome) -> str:
     """Why ranks ended that left no summary."""
     if outcome.culprit is not None:
@@ -112,6 +139,19 @@ def _say_length(steps: int) -> str:
     return f"{steps} steps" if steps < NEVER else "until it is told to stop"
 
 
+def _num_ranks(prepared: Prepared) -> int:
+    return ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
+
+
+def _host_rules(prepared: Prepared) -> dict[str, Any]:
+    """What a request says of several hosts."""
+    return {
+        "takes_hosts": prepared.recipe.elastic.starts_more,
+        "why_shared": _why_shared(prepared),
+        "survives_hosts": prepared.setup.plan.ps > 0,
+    }
+
+
 def supervise_ranks(
     prepared: Prepared,
     before: dict[str, Any] | None,
@@ -120,8 +160,9 @@ def supervise_ranks(
     arguments: Sequence[str] = (),
     supervise_with: Callable[[LaunchRequest], Outcome] = supervise,
     where: str = "",
+    module: str = WORKER,
 ) -> Ended:
-    """Start the ranks of a plan without servers in a run directory that is the run's own, and stay until all have ended.
+    """Start the ranks of a plan in a run directory that is the run's own, and stay until all have ended.
 
     Args:
         prepared: the request.
@@ -130,9 +171,10 @@ def supervise_ranks(
         arguments: further ones of every rank.
         supervise_with: starts and watches the ranks; left out, on this machine.
         where: the hosts that they run on, in words; empty for this machine.
+        module: what a rank is; with parameter servers on several hosts, the process of a role.
     """
     started = time.time()
-    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), prepared.setup.world_size
+    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), _num_ranks(prepared)
     threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
         f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {_say_length(prepared.setup.total_steps)}, "
@@ -143,9 +185,9 @@ def supervise_ranks(
         print(f"warning: {warning}", file=sys.stderr)
     outcome = supervise_with(
         LaunchRequest(
-            module="shoal.trainer.worker",
+            module=module,
             arguments=[str(run_dir), *(["--resume"] if prepared.resume else []), *arguments],
-            shared=[SHARED_MODEL, str(run_dir), json.dumps(asdict(prepared.spec)), str(threads or THREADS_THERE)],
+            shared=_shared_model(prepared, threads) if module == WORKER else (),
             num_ranks=world_size,
             run_dir=run_dir,
             run_id=run_dir.name,
@@ -153,6 +195,7 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
+            **_host_rules(prepared),
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
@@ -182,9 +225,5 @@ def supervise_ranks(
     # What ended the run may be that there is nowhere to write.
     with contextlib.suppress(RunError):
         write_summary(run_dir, summary)
-    if outcome.status == "failed" and culprit is not None:
-        print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
-    else:
-        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
-        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+    _tell_end(outcome, cause, can_resume=can_resume, debug=debug)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch types these n
 from shoal.comm.parentdeath import end_if_forked
 from shoal.comm.store.beats import Beats, Failure
 from shoal.comm.store.rounds import agree_on_round
-from shoal.comm.world import connect_store, open_store
+from shoal.comm.world import connect_store, open_store, seal_store
 from shoal.core.errors import (
     EXIT_DONE,
     EXIT_NO,
@@ -137,7 +137,21 @@ def _enter_together(request: TrainRequest, found: dict[str, Any], place: Place, 
         seconds=_START_DEADLINE.total_seconds(),
     )
     own = PrefixStore(f"round-{number}", connect_store(place, _START_DEADLINE))
+    own.set(f"connected/{place.rank}", "1")
+    if place.rank == 0:
+        _seal_when_all_are_connected(own, place)
     return Beats(own, rank=place.rank, hosts=hosts, lease_seconds=found["lease_seconds"])
+
+
+def _seal_when_all_are_connected(store: Store, place: Place) -> None:
+    try:
+        store.wait([f"connected/{rank}" for rank in range(place.world_size)], _START_DEADLINE)
+    except RuntimeError as error:
+        seconds = _START_DEADLINE.total_seconds()
+        raise RunError(
+            f"rank 0 waited {seconds:g} s for all ranks to connect to its store a second time: {error}"
+        ) from error
+    seal_store()
 
 
 def _note_death(

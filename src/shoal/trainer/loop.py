@@ -27,9 +27,10 @@ from shoal.data.loading.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.batches.growing import DataVersions
 from shoal.engine.batches.loading import RoundBatches
 from shoal.engine.batches.schedule import batch_at
-from shoal.engine.callbacks.build import early_stopping
+from shoal.engine.callbacks.build import cache_reports, early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
@@ -57,7 +58,6 @@ from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
-from shoal.trainer.following import Follower
 from shoal.trainer.online.publisher import Publisher
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
@@ -116,7 +116,7 @@ class Trainer:
         )
         self.same_data = SameData(self.world, data)
         samples, tokens = len(data.train), data.spec.tokens_per_sample
-        size = {"world_size": self.world.size, "num_logical": self.world.num_logical}
+        size = {"world_size": self.world.size, "num_logical": self.world.planned_replicas}
         self.setup = resolve_alone(train, plan, setup=setup, num_samples=samples, tokens_per_sample=tokens, **size)
         self.plan, self.total_steps = self.setup.plan, self.setup.total_steps
         self.reporter = Reporter(
@@ -133,13 +133,15 @@ class Trainer:
                 self.reporter.warn(warning)
             self.adapt, self.growth = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
-            self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
+            self.engine = self._lay_out(
+                model, loss, hooks + cache_reports(data.train, self.reporter), rank_status, stop
+            )
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
             self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
             self.receipt = self.persistence.open_receipt(data.train, lambda: self.boundaries.is_kept)
-            self.follower = Follower(data.train, self.world, self.receipt, self.reporter.event)
+            self.versions = DataVersions(data.train, self.world, self.receipt, self.reporter.event)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
             if not recovers:  # Or whoever builds it gives it the state to go on from.
@@ -155,7 +157,7 @@ class Trainer:
             model,
             self.data,
             loss,
-            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.num_logical),
+            plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.planned_replicas),
             settings=self.settings,
             world=self.world,
             status=status,
@@ -188,9 +190,8 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one. All ranks call it together."""
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            self.reporter.tell(*filter(None, [self.engine.restored()]))
             self.progress, said = went_on(restored.progress, self.engine.asynchronous)
-            self.reporter.tell(*filter(None, [said]))
+            self.reporter.tell(*filter(None, [self.engine.restored(), said]))
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
             self.recall()
         else:
@@ -199,7 +200,7 @@ class Trainer:
     def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
-        self.follower.go_on(self.progress)
+        self.versions.go_on(self.progress.position)
         self.reporter.warn(*filter(None, [self.receipt.take_up(self.progress.receipt, self.progress.position)]))
         self._heed()
 
@@ -252,9 +253,9 @@ class Trainer:
             if (was_taken := self.boundaries.unsettled) is not None:
                 self._after_step(self.progress.step, is_taken=was_taken)
             while self.progress.step < self.total_steps and self.stopped_by is None:
-                if (grown := self.follower.look(self.progress)) is not None:
-                    self.progress = grown
-                    loader.move(grown.position)
+                if (grown := self.versions.look(self.progress.position)) is not None:
+                    self.progress = replace(self.progress, position=grown)
+                    loader.move(grown)
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
                 if self.engine.asynchronous is None:
@@ -299,7 +300,9 @@ class Trainer:
     @property
     def batch(self) -> int:
         """Samples of the next step, where its epoch has as many left."""
-        return batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        planned = batch_at(self.settings.train, self.progress.step, 0 if self.adapt is None else self.adapt.level)
+        # With ``elastic.batch`` scale every replica that is present keeps its share.
+        return planned * self.engine.mesh.num_sharing(self.plan) // self.plan.num_shares
 
     def _open_loader(self) -> RoundBatches:
         return RoundBatches(
@@ -308,7 +311,7 @@ class Trainer:
             position=self.progress.position,
             micro_batch=self.setup.micro_batch,
             rounds=self.engine.mesh.rounds if self.plan.islands == 1 else [self.engine.mesh.replica],
-            num_replicas=self.plan.num_shares,
+            num_replicas=self.engine.mesh.num_sharing(self.plan),
             num_islands=self.plan.islands,
             seed=self.settings.train.seed,
             prefetch=self.prefetch,
@@ -382,11 +385,10 @@ class Trainer:
         if before.step == 0 and result.grad_norm == 0 and why_constant is not None:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
-        scale = before.loss_scale
         receipt = self.receipt.after_step(batch)
         self.progress = before.after(result, position=batch.position, tokens=tokens, seconds=seconds, receipt=receipt)
         if self.engine.precision.scales_loss:
-            self.progress = replace(self.progress, loss_scale=scale.after_step(result.is_finite))
+            self.progress = replace(self.progress, loss_scale=before.loss_scale.after_step(result.is_finite))
         return StepDone(
             step=self.progress.step,
             loss=result.loss,
@@ -397,7 +399,7 @@ class Trainer:
             seconds=seconds,
             data_seconds=data_seconds,
             skipped=not result.is_taken,
-            loss_scale=scale.scale,
+            loss_scale=before.loss_scale.scale,
         )
 
     def _after_step(self, step: int, *, is_taken: bool) -> None:
@@ -417,10 +419,9 @@ class Trainer:
             self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
-        if self.engine.requests.take_save() and not self.persistence.is_due(step):
+        if (is_asked := self.engine.requests.take_save()) and not self.persistence.is_due(step):
             self._compare_replicas()
-            self._save()
-        if self.persistence.is_due(step):
+        if is_asked or self.persistence.is_due(step):
             self._save()
         self.boundaries.note(self.progress, self.engine.hooks.state)
         if self.publisher is not None:
@@ -460,8 +461,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
-        is_early = self.stopped_by is not None and self.progress.step < self.total_steps
-        if is_early and not self.engine.stop.is_decided:
+        if self.stopped_by is not None and self.progress.step < self.total_steps and not self.engine.stop.is_decided:
             self.status = "interrupted"
         self._compare_replicas()
         self._save()

@@ -72,6 +72,8 @@ class TrainRequest:
     resume: bool = False
     may_start: bool = False
     """With ``resume``: start a run where there is no run directory to go on in."""
+    has_hosts: bool = False
+    """``num_processes`` is the room that named hosts have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +333,11 @@ def read_request(request: TrainRequest) -> tuple[Recipe, Plan, ResolvedPlan]:
         RequestError: the recipe or the plan is wrong.
     """
     recipe = load_recipe(request.recipe, request.overrides)
-    plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=request.num_processes)
+    num_processes = request.num_processes
+    if request.has_hosts and recipe.elastic.mode == "shrink" and Plan.parse(request.plan or recipe.plan).dp is not None:
+        # Hosts may have room for other numbers of replicas than the plan has; whoever places ranks looks at that.
+        num_processes = None
+    plan = choose_plan(recipe.plan, plan_text=request.plan, num_processes=num_processes)
     sizes = recipe.paramserver.unit_sizes(plan.num_shares)
     resolved = resolve_plan(recipe.train, plan, sizes=sizes)
     return recipe.model_copy(update={"plan": str(resolved.plan)}), plan, resolved
@@ -442,7 +448,7 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
     if is_costly and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
         yield (
             f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
-            f"in benchmarks/compression"
+            f"in benchmarks/replicas_loss"
         )
 
 

@@ -143,8 +143,8 @@ class SumsMemory:
             for name, flat in own.items():
                 part = self.sums.parts[name]
                 # A shard is whole rows.
-                rows = flat.view(-1, *part.shape[1:])
-                start = part.offset // math.prod(part.shape[1:])
+                rows = part.own(flat).view(-1, *part.shape[1:])
+                start = (part.offset + part.before) // math.prod(part.shape[1:])
                 place = place_whole(part.shape).rows(start, start + len(rows))
                 found[f"optimizer/{name}/{what}-{self.sums.channel.rank}"] = rows, place
         for what, shared in self._shared().items():

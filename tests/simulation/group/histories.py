@@ -1,6 +1,6 @@
 """Random histories of an elastic run: it is started, things go wrong at any message, then they stop, and it must finish."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.elastic.groupstate import Wanted
@@ -36,6 +36,7 @@ class History:
         aim: str = "",
         zero: bool | None = None,
         is_late: bool = False,
+        is_dealt: bool = False,
     ) -> None:
         """Set a run up.
 
@@ -47,12 +48,14 @@ class History:
             aim: the only kind of fault, if not all.
             zero: whether the state is sharded; drawn if left out.
             is_late: some messages are always late.
+            is_dealt: there are more logical replicas than may be present.
         """
         world = HostWorld(seed)
         draw = world.random
         num_hosts, num_logical = draw.choice((2, 3, 4)), draw.choice((2, 3, 4))
         self.hosts = [f"h{number}" for number in range(num_hosts)]
         self.slots = draw.choice((1, 2)) + -(-num_logical // num_hosts)
+        self.is_dealt = is_dealt
         self.is_harsh, self.is_single, self.aim, self.is_late = is_harsh, is_single, aim, is_late
         world.late = 0.1 if is_late else 0.0
         wanted = Wanted(
@@ -66,6 +69,8 @@ class History:
             settle_seconds=0.15,
             max_failures=1000,
         )
+        if is_dealt:
+            wanted = replace(wanted, num_logical=2 * num_logical, max_dp=num_logical)
         is_sharded = draw.random() < 0.6
         self.run = Run(
             world=world,
@@ -78,7 +83,7 @@ class History:
         self.run.coordinator = Coordinator(self.run, draw.choice(("hc", "h0")))
         for host in self.hosts:
             Agent(self.run, host, self.slots)
-        for number in range(num_logical):
+        for number in range(wanted.at_start):
             self.run.agents[self.hosts[number % num_hosts]].start(f"replica-{number}")
 
     @property
@@ -186,6 +191,9 @@ class History:
             self.world.run(self.world.now + draw.choice(gaps))
             if self.world.cut_hosts and (draw.random() < 0.4 or self.world.now - since > LONGEST_CUT):
                 self._heal()
+                if self.is_dealt:
+                    # Two long cuts in a row without a word between them are one that is longer than a run survives.
+                    self.world.run(self.world.now + 0.3)
         self._heal()
         self.world.late = 0.0
         self.world.tell("the last fault is over")

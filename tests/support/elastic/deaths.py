@@ -2,22 +2,37 @@
 
 import os
 import signal
+import time
 
+from shoal.comm.leaving.connections import shut_connections
+from shoal.comm.store import recordfile
 from shoal.engine.hooks import Hook
 
 
 class Deaths(Hook):
-    """Ends this process where ``DEATHS`` says so: ``rank 1@5:gradients`` in the fifth step, before its update."""
+    """Ends this process where ``DEATHS`` says so: ``rank 1@5:gradients`` in the fifth step, before its update; ``rank
+    1@2:connect`` while the ranks of the view of epoch 2 connect."""
 
     def __init__(self):
         self._member = os.environ.get("SHOAL_MEMBER", "")
         self._deaths = [one for one in os.environ.get("DEATHS", "").split(";") if one]
+        for death in self._deaths:
+            member, _, place = death.partition("@")
+            epoch, _, point = place.partition(":")
+            if member == self._member and point in ("connect", "torn"):
+                _die_on_the_way(f"epoch-{epoch}/", point)
 
     def _look(self, step, point):
         place = f"{self._member}@{step + 1}:{point}"
         for death in self._deaths:
             if death == place:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if death == f"{self._member}@0:{point}:burn":
+                _burn(0.05)
+            if death == f"{self._member.partition(',')[0]}@0:{point}:pace":
+                time.sleep(0.1)
+            if death == f"{place}:hang-up":
+                shut_connections()
             if death == f"{place}:stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if death == f"{place}:agent":
@@ -43,6 +58,35 @@ class Deaths(Hook):
 
     def on_save(self, step):
         self._look(step - 1, "save")
+
+
+def _burn(seconds):
+    """Keep the processor busy for so long."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def _die_on_the_way(prefix, point):
+    """Die while the ranks of a view connect: after this rank has told its address, or while it writes it."""
+    check, write = recordfile.RecordFileStore.check, recordfile.RecordFileStore._write
+
+    def check_and_die(store, keys):
+        if any(key.startswith(prefix) for key in keys):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return check(store, keys)
+
+    def write_and_die(store, key, value):
+        size = os.fstat(store._file).st_size
+        write(store, key, value)
+        if key.startswith(prefix):
+            os.ftruncate(store._file, size + 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if point == "connect":
+        recordfile.RecordFileStore.check = check_and_die
+    else:
+        recordfile.RecordFileStore._write = write_and_die
 
 
 def _agent():

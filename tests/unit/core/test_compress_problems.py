@@ -21,6 +21,9 @@ from shoal.optim.config import OptimConfig
         ("ps=1 workers=2 compress=powersgd:2", ["does not go with ps=1"]),
         ("dp=1 compress=int8", ["dp=1 has one"]),
         ("dp=2 compress=onebit", ["at step 0 there is none", "onebit@100"]),
+        ("islands=2 dp=2 zero=1 sync=diloco:3 compress=powersgd:2", ["a rule for whole tensors", "compress=int4"]),
+        ("islands=2 dp=2 zero=2 sync=local:3 compress=topk:0.1", ["zero=2 inside", "or leave zero out"]),
+        ("islands=2 dp=2 zero=1 sync=gossip:ring compress=int8", ["messages are of whole tensors", "sync=diloco:50"]),
         ("dp=2 zero=1 compress=onebit@5", ["does not go with zero=1", "compress=int8"]),
     ],
 )
@@ -35,6 +38,7 @@ def test_none_is_left_out():
     assert Plan.parse("dp=2 compress=none") == Plan.parse("dp=2")
     Plan.parse("dp=2 zero=3 microbatches=2 compress=int4:64@10").check(world_size=2)
     Plan.parse("dp=2 pp=2 compress=powersgd:4").check(world_size=4)
+    Plan.parse("islands=2 dp=2 zero=3 sync=diloco:3 compress=int8").check(world_size=4)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def problems(plan: str = "dp=4", rate_rule: str = "none", **keys: Any) -> list[s
 def test_what_fits() -> None:
     assert problems(mode="restart") == [] and problems() == [] and problems(min_dp=4, max_dp=4, spares=2) == []
     assert problems(max_dp=8, batch="scale", rate_rule="linear") == []
-    assert problems("dp=1", spares=1) == []
+    assert problems("dp=1", spares=1) == [] and problems(max_dp=3) == []
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_what_fits() -> None:
     [
         ({"min_dp": 5}, "elastic.min_dp 5 is more than the plan's dp=4"),
         ({"min_dp": 3, "max_dp": 2}, "elastic.max_dp 2 is less than elastic.min_dp 3"),
-        ({"max_dp": 3}, "elastic.max_dp 3 is less than the plan's dp=4"),
+        ({"max_dp": 1}, "nobody to go on with where one replica is present (dp=4, max_dp 1, spares 0)"),
         ({"max_dp": 8}, "elastic.max_dp 8 is more than the plan's dp=4, and with batch hold there are 4 shares"),
         ({"batch": "scale"}, "optim.scale is none"),
-        ({"plan": "dp=1"}, "nobody to go on with at dp=1"),
+        ({"plan": "dp=1"}, "nobody to go on with where one replica is present (dp=1"),
         ({"plan": "ps=2 workers=2 update=bsp"}, "ps=2 has workers that come and go anyway"),
         ({"mode": "restart", "spares": 1}, "elastic.spares 1 is for elastic.mode shrink"),
         ({"mode": "restart", "min_dp": 2}, "elastic.min_dp 2 is for elastic.mode shrink"),

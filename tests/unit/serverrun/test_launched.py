@@ -7,17 +7,18 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
 from shoal.core.plan import Plan
-from shoal.serverrun.launched import Meeting, asks_servers, check_servers, list_roles
+from shoal.serverrun.launched import asks_servers, check_servers
+from shoal.serverrun.roles import Meeting, list_roles
 from shoal.trainer.request import TrainRequest
 
 PLAN = Plan.parse("ps=2 workers=2")
-MEETING = Meeting(run_dir="/run", folder="/run/.roles-1", center="tcp://127.0.0.1:7000", threads=3)
+MEETING = Meeting(run_dir="/run", key="/run/.roles-1/key", center="tcp://127.0.0.1:7000", threads=3)
 
 
 def _roles(rank: int, *, generation: int = 0, resume: bool = False):
     place = Place(rank=rank, world_size=4, local_size=4, is_launched=True, address="127.0.0.1", generation=generation)
     request = TrainRequest(recipe=Path("r.toml"), overrides=("train.steps=7",), resume=resume)
-    return list_roles(request, place, PLAN, MEETING)
+    return list_roles(request, place, PLAN, MEETING, address="10.0.0.1")
 
 
 def test_the_first_ranks_are_servers_and_the_first_of_them_has_the_center():

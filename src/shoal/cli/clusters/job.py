@@ -1,5 +1,6 @@
 """``shoal job slurm|kubernetes|ray|mpi``: write the job file that runs a recipe on a cluster, and submit it where asked."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,12 +59,17 @@ def slurm(
 ) -> None:
     """A batch script for sbatch: every task of its step is a process of the run."""
     from shoal.launch.clusters.jobfiles import SlurmOptions, slurm_script
+    from shoal.launch.clusters.partitions import check_room
 
     run = _prepare(recipe, nodes, per_node, plan, overrides, run_dir, resume, out, json_file)
     options = SlurmOptions(
         time=time, partition=partition, account=account, requeue=requeue, signal_seconds=signal_seconds
     )
     text = slurm_script(run.job, options)
+    if submit:
+        # A job that is submitted from inside another one has an allocation of its own.
+        outside = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
+        check_room(run.job, outside, partition=partition or "")
     missing = "sbatch is not here; install SLURM's commands (Debian: apt-get install slurm-client), or submit it on a login node"
     _deliver("slurm", run, text, out, json_file, submit=["sbatch"] if submit else None, missing=missing)
 

@@ -53,7 +53,12 @@ def split(
         raise RequestError(
             f"--validation {validation:g} and --test {test:g} leave nothing for training; make their sum less than 1"
         )
-    tables = {"by": by, "key": key, "split_heavy": split_heavy, "backwards": "sort" if sort else "refuse"}
+    tables: dict[str, object] = {
+        "by": by,
+        "key": key,
+        "split_heavy": split_heavy,
+        "backwards": "sort" if sort else "refuse",
+    }
     tables["gap"] = float(gap) if gap.replace(".", "", 1).isdigit() else gap
     config = validate(CutConfig, tables, origin="shoal data split")
     opened = open_data(source, format=format)

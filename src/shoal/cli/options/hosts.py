@@ -47,6 +47,23 @@ def read_hosts(hosts: str | None, hostfile: Path | None) -> "tuple[HostSlots, ..
     return read_hostfile(hostfile) if hostfile is not None else ()
 
 
+def check_options(hosts: "tuple[HostSlots, ...]", *, nproc: int | None, **others: str | None) -> None:
+    """Refuse options that do not go with hosts, or not without.
+
+    Raises:
+        RequestError: names them.
+    """
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if not hosts and given:
+        raise RequestError(
+            f"{', '.join(given)} says how to get to hosts, and none is named; add --hosts, or leave it out"
+        )
+    if hosts and nproc is not None:
+        raise RequestError(
+            f"--nproc {nproc} beside --hosts: say how many run on each host, as in {hosts[0].name}:{nproc}"
+        )
+
+
 def build_fleet(
     hosts: "tuple[HostSlots, ...]",
     *,

@@ -55,3 +55,8 @@ class Admitted:
         """Tell the policy, where it plans."""
         if isinstance(self._policy, Plannable):
             self._policy.plan(keys)
+
+    def forget_plan(self) -> None:
+        """Tell the policy, where it plans."""
+        if isinstance(self._policy, Plannable):
+            self._policy.forget_plan()

@@ -70,8 +70,8 @@ class Planned:
         evicted: list[Key] = []
         while self.used + size > self.capacity:
             victim = self._farthest()
-            # Beyond the plan nothing is known of either, and the newer one stays, as under LRU.
-            if upcoming != _NEVER and upcoming >= self._state[victim][0]:
+            # Where nothing is known of either the newer one stays, as under LRU.
+            if upcoming >= self._state[victim][0] != _NEVER:
                 return Access(False, (*evicted, key))
             self.discard(victim)
             evicted.append(victim)

@@ -54,6 +54,9 @@ class Plannable(Policy, Protocol):
     def plan(self, keys: Sequence[Key]) -> None:
         """These are the next accesses after those that are known already."""
 
+    def forget_plan(self) -> None:
+        """What was planned does not happen."""
+
 
 class SizedQueue:
     """Keys in order with their sizes, and the sum of these."""

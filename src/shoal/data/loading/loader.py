@@ -25,6 +25,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
 from shoal.data.loading.parts import Part, Share, StreamPlan, build_order, options_of, order_parts, shard_plan
+from shoal.data.loading.planning import plan_ahead
 from shoal.data.loading.readers import Readers
 from shoal.data.loading.workers import LoaderProcesses, WorkerOptions
 from shoal.data.options import LoaderOptions
@@ -196,7 +197,9 @@ class Loader:
             self._workers = (
                 LoaderProcesses.of_source(source, order_parts(order, start, share), processes) if workers else None
             )
-            self._parts = order_parts(self._order(source, start, global_batch, seed), start, share)
+            self._parts = plan_ahead(
+                source, lambda part: order_parts(self._order(source, start, global_batch, seed), start, part), share
+            )
         self._prefetch = 0 if workers else prefetch
         self._num_slow = 0
         self._prefetcher: _Prefetcher | None = None

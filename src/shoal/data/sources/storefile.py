@@ -9,6 +9,7 @@ import xxhash
 from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StoreConfig
 from shoal.data.order import split_positions
+from shoal.data.sources.storecache import StoreCache
 from shoal.data.spec import DataSpec
 from shoal.data.store.folder import open_folder
 from shoal.data.store.reader import StoreReader, newest_version, open_store
@@ -16,9 +17,7 @@ from shoal.data.store.selection import RowSelection
 from shoal.data.store.splits import PARTS, Split, read_split
 from shoal.data.store.tokens import TokenSequence, choose_tokens
 from shoal.data.table import Field
-from shoal.data.tiers.cache import BlockCache
 from shoal.data.tiers.config import check_cache
-from shoal.data.tiers.key import BlockKey
 
 _UNPACKED_BYTES = 32 * 2**20
 """Of blocks as tables, beside what the cache holds."""
@@ -36,6 +35,8 @@ class StoreData:
     targets: tuple[str, ...] = ()
     tokens: TokenSequence | None = None
     """Where samples are windows of token ids."""
+    cache: StoreCache | None = None
+    """Of blocks of another machine."""
     follows: bool = False
     """The run takes up newer versions."""
 
@@ -116,31 +117,26 @@ def open_store_data(config: StoreConfig) -> StoreData:
         BrokenFile: a manifest or a list of blocks is not what was written.
     """
     config = pin_version(config)
-    reader = open_store(config.path, version=config.version, load=config.load, **_cached(config))
+    cache = _open_cache(config)
+    cached: dict[str, Any] = {} if cache is None else {"fetch": cache.fetch, "fetched_bytes": _UNPACKED_BYTES}
+    reader = open_store(config.path, version=config.version, load=config.load, **cached)
     split = None if config.split is None else read_split(reader.folder, config.split)
     if split is not None and split.num_rows > len(reader):
         raise RequestError(
             f"data.split: {split.name!r} was made for version {split.version} with {split.num_rows} rows, and version "
             f"{reader.version} has {len(reader)}; use a version from {split.version} on"
         )
-    if config.sequence is not None:
-        return _open_tokens(config, reader, split)
-    return _open_rows(config, reader, split)
+    opened = _open_rows if config.sequence is None else _open_tokens
+    return replace(opened(config, reader, split), cache=cache)
 
 
-def _cached(config: StoreConfig) -> dict[str, Any]:
-    """How blocks of another machine are fetched where the recipe has a cache for them."""
+def _open_cache(config: StoreConfig) -> StoreCache | None:
+    """The cache of a store on another machine, where the recipe has one."""
     folder = open_folder(config.path)
     if folder.local_path() is not None or not (config.cache.memory_bytes or config.cache.disk_bytes):
-        return {}
+        return None
     check_cache(config.cache)
-    cache = BlockCache(config.cache)
-
-    def fetch(path: str, num_bytes: int, digest: str) -> memoryview:
-        key = BlockKey(address=folder.storage.address, path=path, end=num_bytes, digest=digest)
-        return memoryview(cache.get(key, lambda: folder.storage.read(path, 0, num_bytes)))
-
-    return {"fetch": fetch, "fetched_bytes": _UNPACKED_BYTES}
+    return StoreCache(folder, config.cache)
 
 
 def _open_tokens(config: StoreConfig, reader: StoreReader, split: Split | None) -> StoreData:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.core.events import DataCache
 from shoal.data.config import StoreConfig
 from shoal.data.options import LoaderOptions
 from shoal.data.source import Items, SampleIds, Splits
@@ -83,6 +84,23 @@ class StoreRows:
         targets = self._targets(table)
         return Items(inputs=(torch.from_numpy(inputs),), targets=torch.from_numpy(targets), weight=len(table))
 
+    def plan_reads(self, own: Sequence[SampleIds], everyone: Sequence[SampleIds]) -> int:
+        """What this rank reads next, batch by batch, and what all ranks do; the number of blocks, 0 where nothing is cached."""
+        if self._data.cache is None:
+            return 0
+        starts = self._data.reader.block_starts
+        return self._data.cache.plan(
+            self._data.reader.blocks, self._blocks(starts, own), self._blocks(starts, everyone)
+        )
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache has done since the last report; None where there is none."""
+        return None if self._data.cache is None else self._data.cache.report()
+
+    def _blocks(self, starts: NDArray[np.int64], reads: Sequence[SampleIds]) -> list[NDArray[np.int64]]:
+        rows = [self._part.rows(np.asarray(ids, dtype=np.int64)) for ids in reads]
+        return [np.searchsorted(starts, each, side="right") - 1 for each in rows]
+
     def _targets(self, table: Table) -> NDArray[Any]:
         names = self._data.targets
         if self._data.spec.kind == "classes":
@@ -129,6 +147,21 @@ class StoreWindows:
         starts = self._first + np.asarray(ids, dtype=np.int64) * self._sequence
         tokens = torch.from_numpy(self._tokens.windows(starts, self._sequence + 1))
         return Items(inputs=(tokens[:, :-1],), targets=tokens[:, 1:], weight=len(starts) * self._sequence)
+
+    def plan_reads(self, own: Sequence[SampleIds], everyone: Sequence[SampleIds]) -> int:
+        """What this rank reads next, batch by batch, and what all ranks do; the number of blocks, 0 where nothing is cached."""
+        if self._data.cache is None:
+            return 0
+        return self._data.cache.plan(self._data.reader.blocks, self._blocks(own), self._blocks(everyone))
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache has done since the last report; None where there is none."""
+        return None if self._data.cache is None else self._data.cache.report()
+
+    def _blocks(self, reads: Sequence[SampleIds]) -> list[NDArray[np.int64]]:
+        # A window that goes on in the next block counts for the one in which it begins.
+        places = [self._first + np.asarray(ids, dtype=np.int64) * self._sequence for ids in reads]
+        return [np.searchsorted(self._tokens.starts, each, side="right") - 1 for each in places]
 
 
 def _join(table: Table, names: Sequence[str]) -> NDArray[Any]:

@@ -5,6 +5,7 @@ and time (``checks/watch.py``).
 """
 
 import mmap
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,6 +22,9 @@ MAX_MAPPED = 8192
 """Blocks that one process has mapped at a time; Linux allows a process 65,530 maps."""
 FETCHED_BYTES = 256 * 2**20
 """Of blocks that are kept unpacked in memory."""
+
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""A block is read through for its digest as soon as it is mapped: to take its pages one by one would cost more than to map it."""
 
 Fetch = Callable[[str, int, str], memoryview]
 """Path in the storage, length and digest of a block -> its bytes, from whatever cache there is."""
@@ -54,8 +58,10 @@ class Blocks:
         self._room = fetched_bytes
         self._open: OrderedDict[int, tuple[Table, int]] = OrderedDict()
         self._is_proven = np.zeros(len(blocks), dtype=np.bool_)
-        self._can_map = folder.local_path() is not None if fetch is None else False
+        self._root = folder.local_path(BLOCKS) if fetch is None else None
         self._held = 0
+        self.keeps_all = self._root is not None and len(blocks) <= MAX_MAPPED
+        """True where a block that was opened stays open: all of them are mapped."""
         self._lock = threading.Lock()
         """Of what is kept: several threads may read, and a block is loaded without it."""
         self.num_opened = 0
@@ -101,7 +107,7 @@ class Blocks:
     def _load(self, number: int) -> tuple[Table, int]:
         self.num_opened += 1
         ref, name = self.ref(number), self.name(number)
-        data = self._map(ref, name) if self._can_map else None
+        data = self._map(ref, name) if self._root is not None else None
         is_mapped = data is not None
         if data is None:
             data = self._fetched(ref)
@@ -113,16 +119,18 @@ class Blocks:
         if len(table) != ref.num_rows:
             raise BrokenFile(name, f"it has {len(table)} rows, and the manifest says {ref.num_rows}")
         # What lies in a map is the system's to drop; an unpacked block is ours.
-        is_packed = read_header(data, self._schema, file=name).codec != "none"
-        own = sum(column.values.nbytes for column in table.columns)
-        return table, 0 if is_mapped and not is_packed else max(own, len(data))
+        if is_mapped and read_header(data, self._schema, file=name).codec == "none":
+            return table, 0
+        self.keeps_all = False
+        return table, max(sum(column.values.nbytes for column in table.columns), len(data))
 
     def _map(self, ref: FileRef, name: str) -> memoryview | None:
-        path = self._folder.local_path(BLOCKS, block_name(ref.digest))
-        assert path is not None
         try:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            descriptor = os.open(f"{self._root}/{block_name(ref.digest)}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                mapped = mmap.mmap(descriptor, 0, flags=_MAP_FLAGS, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             raise BrokenFile(name, "it is gone; the manifest names it") from None
         except (ValueError, OSError) as error:

@@ -4,8 +4,8 @@ One reader has three plans: everything in memory from the start, blocks in turn,
 is kept and in what the system is told to read ahead, never in what is returned.
 """
 
-import itertools
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -96,6 +96,7 @@ class StoreReader:
         self.block_list = read_blocks(folder, manifest)
         self.block_starts: Rows = self.block_list.starts()
         """(blocks + 1,): the first row of each block, and the number of rows behind the last."""
+        self._starts: list[int] = self.block_starts.tolist()
         names = manifest.schema.names if columns is None else tuple(columns)
         self._places = tuple(manifest.schema.names.index(manifest.schema[name].name) for name in names)
         self._schema = Schema(fields=tuple(manifest.schema.fields[place] for place in self._places))
@@ -107,6 +108,8 @@ class StoreReader:
             fetch=fetch,
             fetched_bytes=fetched_bytes,
         )
+        self._arrays: dict[int, dict[int, NDArray[Any]]] = {place: {} for place in self._places}
+        self._is_flat = self.blocks.keeps_all and not any(field.is_ragged for field in self._schema.fields)
         self._indexes: list[PartIndex | None] | None = None
         self._whole: Table | None = None
         if load == "whole":
@@ -147,28 +150,73 @@ class StoreReader:
             BrokenFile: a block is gone, torn or altered; names its file.
         """
         rows = np.asarray(rows, dtype=np.int64)
+        if self._whole is not None or not rows.size:
+            self._check(rows)
+            return (self._whole or self._narrow(self.blocks.table(0))).take(rows)
+        # Rows of one block are what reading in order asks for: one comparison finds that out. Negative is very large here.
+        number = bisect_right(self._starts, rows[0]) - 1
+        if 0 <= number < len(self._starts) - 1:
+            local = rows - self._starts[number]
+            if np.maximum.reduce(local.view(np.uint64)) < self._starts[number + 1] - self._starts[number]:
+                return self._take(self._narrow(self.blocks.table(number)), local)
+        self._check(rows)
+        numbers = self.block_starts.searchsorted(rows, side="right") - 1
+        local = rows - self.block_starts[numbers]
+        by_row = numbers.tolist()
+        if self._is_flat and 2 * len(set(by_row)) > len(rows):
+            found = self._read_each(by_row, local.tolist())
+            if found is not None:
+                return found
+        tables = {number: self.blocks.table(number) for number in dict.fromkeys(by_row)}
+        chosen = [[table.columns[place] for table in tables.values()] for place in self._places]
+        groups = [np.flatnonzero(numbers == number) for number in tables]
+        columns = tuple(_gather(parts, groups, local, len(rows)) for parts in chosen)
+        return Table(columns=columns, num_rows=len(rows))
+
+    def _take(self, table: Table, local: Rows) -> Table:
+        """Rows of one block; those that lie side by side are copied in one piece."""
+        first = int(local[0])
+        if not self._is_flat or int(local[-1]) - first != len(local) - 1 or bool((local[1:] <= local[:-1]).any()):
+            return table.take(local)
+        stop = first + len(local)
+        columns = tuple(
+            Column(
+                field=column.field,
+                values=column.values[first:stop].copy(),
+                valid=None if column.valid is None else column.valid[first:stop].copy(),
+            )
+            for column in table.columns
+        )
+        return Table(columns=columns, num_rows=len(local))
+
+    def _read_each(self, numbers: Sequence[int], local: Sequence[int]) -> Table | None:
+        """Rows of which nearly each lies in another block: to sort them by blocks would cost more than it saves.
+
+        None where values are missing, or where a block that was opened may be closed again.
+        """
+        columns = []
+        for field, place in zip(self._schema.fields, self._places, strict=True):
+            arrays = self._arrays[place]
+            for number in set(numbers).difference(arrays):
+                column = self.blocks.table(number).columns[place]
+                self._is_flat = self._is_flat and self.blocks.keeps_all and column.valid is None
+                arrays[number] = column.values
+            if not self._is_flat:
+                # Another thread may still read what was in there.
+                self._arrays = {own: {} for own in self._places}
+                return None
+            values = np.empty((len(numbers), *field.shape), dtype=field.dtype)
+            for row, number in enumerate(numbers):
+                values[row] = arrays[number][local[row]]
+            columns.append(Column(field=field, values=values))
+        return Table(columns=tuple(columns), num_rows=len(numbers))
+
+    def _check(self, rows: Rows) -> None:
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise RequestError(
                 f"rows {int(rows.min())} to {int(rows.max())} are asked for, and version {self.version} of {self.folder.address} "
                 f"has {len(self)}"
             )
-        if self._whole is not None:
-            return self._whole.take(rows)
-        if not rows.size:
-            return self._narrow(self.blocks.table(0)).take(rows)
-        numbers = np.searchsorted(self.block_starts, rows, side="right") - 1
-        local = rows - self.block_starts[numbers]
-        order = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        if not cuts.size:
-            return self._narrow(self.blocks.table(int(numbers[0]))).take(local)
-        bounds = [0, *cuts.tolist(), len(rows)]
-        tables = [self.blocks.table(int(numbers[order[start]])) for start in bounds[:-1]]
-        groups = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
-        columns = tuple(
-            _gather([table.columns[place] for table in tables], groups, local, len(rows)) for place in self._places
-        )
-        return Table(columns=columns, num_rows=len(rows))
 
     def find(self, keys: Sequence[Any]) -> Rows:
         """The first row of each key, -1 where there is none. Of the index only what the keys need is read.

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -84,6 +85,7 @@ def check_schema(schema: Schema) -> None:
         ) from error
 
 
+@lru_cache(maxsize=64)
 def digest_schema(schema: Schema) -> bytes:
     """16 bytes that two schemas share only where they are the same."""
     text = json.dumps(schema_values(schema), ensure_ascii=False, separators=(",", ":"))

@@ -85,7 +85,7 @@ class BlockCache:
                 self._policy.plan([key.hash for key in keys])
 
     def plan_host(self, keys: Sequence[BlockKey]) -> None:
-        """All ranks of this host ask for these blocks next; one of them says it, for the disk tier."""
+        """All ranks of this host ask for these blocks next. Each of them says it, and the first is heard, for the disk tier."""
         if self._disk is not None:
             self._disk.plan([key.hash for key in keys])
 

@@ -17,8 +17,8 @@ import xxhash
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
 from shoal.data.cache.policy import Policy
-from shoal.data.tiers.journal import ACCESS, DISCARD, PLAN, Journal
-from shoal.data.tiers.locks import locked
+from shoal.data.tiers.journal import ACCESS, DISCARD, FORGET, PLAN, Journal
+from shoal.data.tiers.locks import hold, locked
 
 _HEADER = struct.Struct("<8sq16s")
 _MAGIC = b"shoalblk"
@@ -45,6 +45,7 @@ class DiskTier:
             ) from error
         self._journal = Journal(folder, build, most_records=most_records)
         self._capacity = build().capacity
+        self._lead: int | None = None
         self.refusals = 0
         """Blocks that the disk had no room for, or refused."""
         with self._journal_lock() as is_held:
@@ -138,11 +139,20 @@ class DiskTier:
                     self._journal.append(DISCARD, [key])
 
     def plan(self, keys: Sequence[bytes]) -> None:
-        """These blocks are asked for next on this host; one rank of a host says so for all of them."""
+        """These blocks are asked for next on this host. Of the ranks that say so the first is heard, for as long as it lives."""
+        if self._lead is None:
+            self._lead = hold(self._folder / "plan")
+            if self._lead is not None:
+                # What a run that has ended had planned is over.
+                self._append(FORGET, [bytes(16)])
+        if self._lead is not None:
+            self._append(PLAN, keys)
+
+    def _append(self, kind: int, keys: Sequence[bytes]) -> None:
         with suppress(OSError), self._journal_lock() as is_held:
             if is_held:
                 self._remove(self._journal.catch_up())
-                self._journal.append(PLAN, keys)
+                self._journal.append(kind, keys)
 
     @property
     def used(self) -> int:

@@ -16,7 +16,7 @@ import xxhash
 from shoal.data.cache.policy import Plannable, Policy
 
 _RECORD = struct.Struct("<16sqBxxxI")
-ACCESS, DISCARD, PLAN = 1, 2, 3
+ACCESS, DISCARD, PLAN, FORGET = 1, 2, 3, 4
 _NAME = re.compile(r"journal-([0-9]{8})", re.ASCII)
 _READ_BYTES = 1 << 20
 
@@ -98,6 +98,10 @@ class Journal:
                 planned.append(key)
                 continue
             self._tell(planned)
+            if kind == FORGET:
+                if isinstance(self._policy, Plannable):
+                    self._policy.forget_plan()
+                continue
             if kind == DISCARD:
                 self._policy.discard(key)
                 self.sizes.pop(key, None)

@@ -26,6 +26,18 @@ def locked(file: Path, deadline: Deadline) -> Iterator[bool]:
         os.close(fd)
 
 
+def hold(file: Path) -> int | None:
+    """Take the lock of a file for as long as this process lives: its descriptor; None where another process has it."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    if _wait(fd, Deadline(seconds=0.0)):
+        return fd
+    os.close(fd)
+    return None
+
+
 def _wait(fd: int, deadline: Deadline) -> bool:
     pause = 0.0005
     while True:

@@ -46,8 +46,7 @@ def matrix_of(
             if len(wrong):
                 raise RequestError(
                     f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {wrong[0] + 1}, "
-                    f"which is no "
-                    'missing value; write a step "fill" with nan = true before, or filter such rows'
+                    'which is no missing value; write a step "fill" with nan = true before, or filter such rows'
                 )
         if column.valid is not None or nan_is_missing:
             values[place][~valid[place]] = 0.0

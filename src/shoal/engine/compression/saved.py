@@ -139,7 +139,7 @@ class SavedSums:
         method = torch.tensor(size)
         tensors: dict[str, Tensor] = {f"{_METHOD}{method_of(self.sums.rule)}/{size}": method}
         tensors |= {f"{PREFIX}{name}": number for name, number in self.sums.numbers.items()}
-        placements = {name: place_whole(()) for name in tensors}
+        placements = {name: place_whole(number.shape) for name, number in tensors.items()}
         for what, by_name in self.sums.own_state().items():
             for name, tensor in by_name.items():
                 key, shape = f"{PREFIX}{what}/{rank}/{self.saved_names[name]}", self.sums.parts[name].shape

@@ -22,6 +22,8 @@ _COLLECT_SECONDS = 5.0
 """How long the others may still say what they saw after one rank has failed."""
 SIGNS = ("JOB_COMPLETION_INDEX", "WORKER_INDEX")
 """Variables with the index of a node."""
+_KUBEFLOW = "PET_NODE_RANK"
+"""The same where the cluster gives the size and the address by itself."""
 
 
 def check_node(environment: Mapping[str, str], per_node: int) -> None:
@@ -30,10 +32,15 @@ def check_node(environment: Mapping[str, str], per_node: int) -> None:
     Raises:
         RequestError: names what is missing.
     """
+    if _KUBEFLOW in environment:
+        given = environment.get("PET_NPROC_PER_NODE", str(per_node))
+        if given.isdigit() and int(given) not in (1, per_node):
+            raise RequestError(f"--per-node {per_node}: the job says PET_NPROC_PER_NODE={given}; change one of them")
+        return
     if not any(sign in environment for sign in SIGNS):
         raise RequestError(
             f"--per-node {per_node} without --on starts the ranks of a node whose index a cluster gives in "
-            f"{' or '.join(SIGNS)}, and neither is set; to start ranks on this machine alone, use --nproc {per_node}"
+            f"{', '.join(SIGNS)} or {_KUBEFLOW}, and none is set; to start ranks on this machine alone, use --nproc {per_node}"
         )
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR") if name not in environment]
     if missing:

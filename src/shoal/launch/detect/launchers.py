@@ -9,6 +9,7 @@
     slurm       SLURM_STEP_ID and SLURM_PROCID      first host of SLURM_STEP_NODELIST
     indexed     JOB_COMPLETION_INDEX or             MASTER_ADDR, beside WORLD_SIZE in the job's file
                 WORKER_INDEX
+    kubeflow    PET_NNODES                          PET_MASTER_ADDR, PET_MASTER_PORT
 
 A batch script of SLURM has ``SLURM_PROCID=0`` too and is no rank; only a step has ``SLURM_STEP_ID``. A step of one task is a
 shell or a job of one host, where ranks may be started: it counts as nobody's rank. Launchers that are known by
@@ -212,12 +213,61 @@ def read_indexed(environment: Environment) -> Place | None:
     )
 
 
+def read_kubeflow(environment: Environment) -> Place | None:
+    """A node of a training job of Kubeflow (v2), which is told what torchrun reads from ``PET_*``.
+
+    The number that it has is the node's, each of whose ranks has its ``LOCAL_RANK``; ``shoal train --per-node M`` starts them.
+    """
+    if "PET_NNODES" not in environment:
+        return None
+    nodes, per_node = environment["PET_NNODES"], environment.get("PET_NPROC_PER_NODE", "1")
+    if ":" in nodes and nodes.partition(":")[0] != nodes.partition(":")[2]:
+        raise RequestError(
+            f"PET_NNODES={nodes}: the number of nodes has to be fixed; write numNodes alone, without an elastic policy"
+        )
+    if not per_node.isdigit():
+        raise RequestError(
+            f"PET_NPROC_PER_NODE={per_node}: write the number of processes of a node into the job's file; {per_node!r} would be "
+            "another one on each kind of node"
+        )
+    # What ``--per-node`` has started knows better.
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", int(per_node))
+    if local_size > 1 and "LOCAL_RANK" not in environment:
+        raise RequestError(
+            f"PET_NODE_RANK={environment.get('PET_NODE_RANK', '')} makes this process a node with {local_size} ranks "
+            f"(PET_NPROC_PER_NODE), which are not started yet; start them with `shoal train ... --per-node {local_size}`"
+        )
+    if "PET_NODE_RANK" not in environment or "PET_MASTER_ADDR" not in environment:
+        raise RequestError(
+            f"PET_NNODES={nodes} without PET_NODE_RANK and PET_MASTER_ADDR: this is no node of Kubeflow's trainer; unset "
+            "PET_NNODES to train alone"
+        )
+    names = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "LOCAL_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    node, local_rank = _number(environment, "PET_NODE_RANK", 0), _number(environment, "LOCAL_RANK", 0)
+    return _checked(
+        Place(
+            rank=node * local_size + local_rank,
+            world_size=_number({"PET_NNODES": nodes.partition(":")[0]}, "PET_NNODES", 0) * local_size,
+            local_rank=local_rank,
+            local_size=local_size,
+            is_launched=True,
+            launcher="kubeflow",
+            address=environment["PET_MASTER_ADDR"],
+            port=_number(environment, "PET_MASTER_PORT", 0) or _FIRST_PORT,
+            evidence=_evidence(environment, *names),
+        ),
+        "PET_NODE_RANK",
+        "PET_NNODES",
+    )
+
+
 READERS: Mapping[str, Callable[[Environment], Place | None]] = {
     "torchrun": read_torchrun,
     "tf_config": read_tf_config,
     "openmpi": read_openmpi,
     "mpich": read_mpich,
     "slurm": read_slurm,
+    "kubeflow": read_kubeflow,
     "indexed": read_indexed,
 }
 """By the name of the launcher, the most trusted first."""
@@ -246,7 +296,6 @@ def refuse_others(environment: Environment) -> None:
 
 _TORCHRUN = "start the ranks with torchrun --nnodes --nproc-per-node --rdzv-endpoint"
 _NOT_RANKS = {
-    "PET_NNODES": ("Kubeflow's trainer", f"{_TORCHRUN}, which reads these variables"),
     "JSM_NAMESPACE_RANK": ("LSF's jsrun", "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from its variables"),
     "PALS_RANKID": ("PALS", "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from its variables"),
     "SKYPILOT_NODE_RANK": ("SkyPilot", _TORCHRUN),

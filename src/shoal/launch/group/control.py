@@ -5,8 +5,8 @@ changed. Each rank writes its own answers: that it is ready, which view it has c
 All of it is plain stores to memory without a name (see ``telemetry/statusboard.py``), so nobody waits for anybody and no death
 leaves anything behind.
 
-    epoch | for each slot: ready, arrived, failed | two texts, each after its length
-    8     | 3 x 8 bytes                           | 64 KiB each; the view of an epoch is in text (epoch mod 2)
+    epoch | for each slot: ready, arrived, failed, suspect, pace | two texts, each after its length
+    8     | 7 x 8 bytes                                          | 64 KiB each; the view of an epoch is in text (epoch mod 2)
 
 A reader of the view of epoch e is torn only by the writing of epoch e + 2, which it sees by looking at the epoch again.
 """
@@ -14,17 +14,28 @@ A reader of the view of epoch e is torn only by the writing of epoch e + 2, whic
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.telemetry.statusboard import unnamed_file
 
 _TEXT_BYTES = 64 * 1024
-_WORDS = 3
-_READY, _ARRIVED, _FAILED = range(_WORDS)
+_WORDS = 7
+_READY, _ARRIVED, _FAILED, _SUSPECT, _STEPS, _COMPUTE, _DATA = range(_WORDS)
+_MICRO = 1e6
 _LOOK_SECONDS = 0.002
 _READ_TRIES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What kept a process busy in its steps, added up since it began; without its waits for others."""
+
+    steps: int = 0
+    compute: float = 0.0
+    data: float = 0.0
+    """Seconds in which it waited for its own data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,9 @@ class Answers:
     """The newest epoch whose view it has come to, having left all groups of older ones."""
     failed: int
     """The newest epoch under which it saw a collective fail; 0 for none."""
+    suspect: int | None = None
+    """The slot that it could not reach then; None where it cannot tell."""
+    pace: Pace = field(default_factory=Pace)
 
 
 class ControlBoard:
@@ -133,14 +147,31 @@ class ControlBoard:
         """Say that it has left every older group and has come to this view."""
         self._words[self._word(slot, _ARRIVED)] = epoch
 
-    def say_failed(self, slot: int, epoch: int) -> None:
-        """Say that a collective failed under this view, or that it could not be assembled."""
+    def say_pace(self, slot: int, pace: Pace) -> None:
+        """Say what kept it busy."""
+        self._words[self._word(slot, _COMPUTE)] = int(max(0.0, pace.compute) * _MICRO)
+        self._words[self._word(slot, _DATA)] = int(max(0.0, pace.data) * _MICRO)
+        self._words[self._word(slot, _STEPS)] = pace.steps
+
+    def say_failed(self, slot: int, epoch: int, *, suspect: int | None = None) -> None:
+        """Say that a collective failed under this view, or that it could not be assembled; and whom it could not reach."""
+        self._words[self._word(slot, _SUSPECT)] = 0 if suspect is None else suspect + 1
         self._words[self._word(slot, _FAILED)] = epoch
 
     def answers(self, slot: int) -> Answers:
         """What the process in a slot last said."""
-        ready, arrived, failed = (self._words[self._word(slot, word)] for word in range(_WORDS))
-        return Answers(is_ready=ready > 0, arrived=arrived, failed=failed)
+        # In the order in which they are written, backwards: what is told last is read first.
+        steps, data, compute, failed, suspect, arrived, ready = (
+            self._words[self._word(slot, word)]
+            for word in (_STEPS, _DATA, _COMPUTE, _FAILED, _SUSPECT, _ARRIVED, _READY)
+        )
+        return Answers(
+            is_ready=ready > 0,
+            arrived=arrived,
+            failed=failed,
+            suspect=suspect - 1 if suspect else None,
+            pace=Pace(steps=steps, compute=compute / _MICRO, data=data / _MICRO),
+        )
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor; closing twice is allowed."""

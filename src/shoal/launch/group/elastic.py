@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shoal.comm.store.file import StoreFile
 from shoal.core.events import Event, ViewChanged
-from shoal.launch.group.control import ControlBoard
+from shoal.launch.group.control import ControlBoard, Pace
 
 SECOND_START = ", start"
 """In the name of a member that was started in the slot of another."""
@@ -60,7 +60,15 @@ class GiveUp:
     reason: str
 
 
-Action = NewView | StartReplica | EndMember | GiveUp
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Show the user a line, and write an event."""
+
+    text: str
+    event: Event
+
+
+Action = NewView | StartReplica | EndMember | GiveUp | Tell
 
 
 class GroupPolicy(Protocol):
@@ -95,8 +103,11 @@ class GroupPolicy(Protocol):
     def heard(self, host: str, *, agent: str, slots: int) -> Sequence[Action]:
         """A host gave a sign of life: the id of the agent that speaks for it, and how many processes have room there."""
 
-    def failed(self, member: str, epoch: int) -> Sequence[Action]:
-        """It saw a collective fail under a view."""
+    def failed(self, member: str, epoch: int, suspects: Sequence[str] = ()) -> Sequence[Action]:
+        """It saw a collective fail under a view; the hosts that it could not reach."""
+
+    def paced(self, paces: Mapping[str, Pace]) -> Sequence[Action]:
+        """What kept members busy so far."""
 
     def ticked(self) -> Sequence[Action]:
         """Time went on."""
@@ -211,6 +222,7 @@ class ElasticGroup:
 
     def look(self) -> None:
         """Hear what ranks have said since the last look."""
+        paces = {}
         for member, slot in list(self._slots.items()):
             said = self.control.answers(slot)
             if said.is_ready and member not in self._ready:
@@ -219,6 +231,8 @@ class ElasticGroup:
             if said.failed > self._failed.get(member, 0):
                 self._failed[member] = said.failed
                 self._do(self._policy.failed(member, said.failed))
+            paces[member] = said.pace
+        self._do(self._policy.paced(paces))
         self._do(self._policy.ticked())
 
     def lost(self, slot: int, cause: str) -> None:
@@ -276,6 +290,9 @@ class ElasticGroup:
             elif isinstance(action, EndMember):
                 if action.member in self._slots:
                     self._to_end.append((self._slots[action.member], action.reason))
+            elif isinstance(action, Tell):
+                self._report(action.event)
+                self._tell(action.text)
             else:
                 self.gave_up = action.reason
 
@@ -309,6 +326,7 @@ def view_text(view: NewView, *, slots: Sequence[int], store: str) -> str:
         "store": store,
         "hosts": list(view.hosts),
         "cause": view.cause,
+        "is_retry": view.is_retry,
     }
     return json.dumps(values, separators=(",", ":"))
 

@@ -54,8 +54,15 @@ class LaunchRequest:
     build_policy: Callable[[Sequence[str]], GroupPolicy] | None = None
     """Makes what decides who takes part when ranks die, for each generation, given the hosts where there are several; None
     where one death ends them all."""
+    takes_hosts: bool = False
+    """Hosts that were lost, or were not there at the start, are taken in when they come."""
     build_group: Callable[[], Group] | None = None
     """Makes the group, where that is decided elsewhere than on this host."""
+
+    why_shared: str = ""
+    """Why hosts have to share the run directory, and what to do about it; empty where each may have its own."""
+    survives_hosts: bool = False
+    """A host but the first may be lost, and the ranks of the others go on: they see to it themselves."""
 
     @property
     def local_ranks(self) -> Sequence[int]:

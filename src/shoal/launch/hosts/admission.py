@@ -43,7 +43,7 @@ def same_machine_problems(hellos: Mapping[str, Hello], names: Sequence[str]) -> 
 
 
 def folder_problems(
-    run_dir: str, token: str, entered: Mapping[str, Entered], *, first: str, is_shared: bool = False
+    run_dir: str, token: str, entered: Mapping[str, Entered], *, first: str, why_shared: str = ""
 ) -> list[str]:
     """On which hosts the run directory cannot be used. The first host's must be the coordinator's: summary and events of the
     first rank are read there. The others may have one of their own, and ``checkpoint.place`` says where checkpoints go then;
@@ -58,10 +58,9 @@ def folder_problems(
             f"host {first}, which has rank 0, does not see {run_dir} as it is here: start the command on {first}, name this "
             "machine first, or give a --run-dir on a file system that both share"
         )
-    if not problems and is_shared:
+    if not problems and why_shared:
         problems += [
-            f"host {host} does not share {run_dir} with this machine, and with elastic.mode shrink any host may be the one that "
-            "is left; give a --run-dir on a file system that all share, or set elastic.mode to restart"
+            f"host {host} does not share {run_dir} with this machine, and {why_shared}"
             for host, answer in entered.items()
             if answer.token != token
         ]

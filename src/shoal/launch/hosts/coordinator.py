@@ -33,6 +33,8 @@ _OTHERS_SECONDS = 2.0
 _ENTER_SECONDS = 60.0
 _END_SECONDS = 10.0
 _TURN_SECONDS = 0.1
+_CLOCK_PINGS, _CLOCK_SECONDS = 3, 0.1
+_SHELL_ADVICE = "see that `ssh {} true` works without a question, or name another remote shell with --ssh"
 _PAUSE_SECONDS = 2.0
 """A coordinator that has not looked for so long was stopped itself: the silence was its own."""
 
@@ -50,6 +52,8 @@ class Fleet:
     """The interface, or the network, over which ranks talk; left out, the one that leads to the hosts' names."""
     connect_seconds: float = 60.0
     """How long a host may take until its agent is there."""
+    optional: frozenset[str] = frozenset()
+    """Hosts without which the run can begin; they may come while it goes on."""
     most_per_core: int = 0
     """Ranks that a host runs at most on each core; 0 for any number."""
 
@@ -95,10 +99,15 @@ class Coordinator:
             RequestError: a host cannot be reached or used, or does not fit to the others; names it.
             Interrupted: a signal came.
         """
-        self._refuse(list(self.reach().values()))
+        missing = self.reach()
+        for connection in self.connections:
+            if connection.name in self.fleet.optional and (problem := missing.pop(connection.name, None)):
+                self._show(f"{problem}; the run begins without it")
+                self.lose(connection, problem)
+        self._refuse(list(missing.values()))
         hellos = {one.name: one.hello for one in self.connections if one.hello is not None}
         self._refuse(version_problems(hellos))
-        self._refuse(same_machine_problems(hellos, [one.name for one in self.connections]))
+        self._refuse(same_machine_problems(hellos, list(hellos)))
         self._refuse(self._crowded(hellos))
         self.interfaces = choose_addresses(hellos, network=self.fleet.network)
 
@@ -129,7 +138,7 @@ class Coordinator:
                 limit = Deadline(seconds=min(limit.remaining, _OTHERS_SECONDS))
         return _unreachable(opened, self.fleet.connect_seconds, has_time=limit.seconds > _OTHERS_SECONDS)
 
-    def enter(self, run_dir: str, *, is_shared: bool = False) -> None:
+    def enter(self, run_dir: str, *, why_shared: str = "") -> None:
         """See that every host has a run directory, and the first host, or all, the one that this process has.
 
         Raises:
@@ -153,15 +162,16 @@ class Coordinator:
                 texts={file.name: file.read_text() for file in files if file.exists()},
                 mode=stat.S_IMODE(os.stat(run_dir).st_mode),
             )
-            for connection in self.connections:
+            asking = [one for one in self.connections if not (one.lost and one.name in self.fleet.optional)]
+            for connection in asking:
                 connection.send(asked)
             limit = Deadline(seconds=_ENTER_SECONDS)
-            while len(entered) < len(self.connections):
+            while len(entered) < len(asking):
                 for connection, message in self._turn_or_stop():
                     if isinstance(message, Entered):
                         entered[connection.name] = message
-                self._refuse(list(_gone(self.connections).values()))
-                for connection in self.connections:
+                self._refuse(list(_gone(asking).values()))
+                for connection in asking:
                     if connection.name not in entered and limit.is_over:
                         raise RequestError(
                             f"host {connection.name} did not find {run_dir} within {_ENTER_SECONDS:g} s: does its file "
@@ -172,7 +182,20 @@ class Coordinator:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, is_shared=is_shared))
+        self._refuse(folder_problems(run_dir, token, entered, first=self.connections[0].name, why_shared=why_shared))
+
+    def measure_clocks(self) -> dict[str, float]:
+        """By host, how far its clock is ahead of this machine's."""
+        others: list[tuple[Connection, Any]] = []
+        for _ in range(_CLOCK_PINGS):
+            for connection in self.connections:
+                if connection.hello is not None:
+                    connection.send(Ping(sent=time.monotonic(), heard=connection.agent_clock))
+            limit = Deadline(seconds=_CLOCK_SECONDS)
+            while not limit.is_over:
+                others += self.turn(_CLOCK_SECONDS / 5)
+        self._taken = others + self._taken
+        return {one.name: one.clock_offset for one in self.connections if one.agent_clock >= 0}
 
     def return_lost(self) -> None:
         """Start agents again on hosts that were lost.
@@ -194,6 +217,22 @@ class Coordinator:
             self.enter(self._run_dir)
         except RequestError as error:
             raise RunError(f"the ranks cannot be started again: {error}") from error
+
+    def open_again(self, old: Connection) -> Connection:
+        """A new line to a host that is not there; it is none of ``connections`` before ``admit``.
+
+        Raises:
+            OSError: the remote shell cannot be started.
+        """
+        connection = Connection(old.host, old.ranks)
+        connection.open(self._supervisor, self.fleet.remote_shell, self.fleet.python)
+        self._watch(connection)
+        return connection
+
+    def admit(self, old: Connection, new: Connection) -> None:
+        """Put a new line in the place of one that was lost."""
+        new.heard = time.monotonic()
+        self.connections = [new if one is old else one for one in self.connections]
 
     def turn(self, seconds: float) -> list[tuple[Connection, Any]]:
         """Wait until something happens, but not longer than that; what agents have said, but for pongs."""
@@ -309,7 +348,7 @@ class Coordinator:
             f"host {one.name} has {hellos[one.name].cores} core(s), which run {most * hellos[one.name].cores} ranks at most, "
             f"and {len(one.ranks)} are asked for; put fewer there"
             for one in self.connections
-            if most and len(one.ranks) > most * hellos[one.name].cores
+            if most and one.name in hellos and len(one.ranks) > most * hellos[one.name].cores
         ]
 
     @staticmethod
@@ -336,11 +375,13 @@ def _gone(connections: Sequence[Connection]) -> dict[str, str]:
 
 def _advice(connection: Connection) -> str:
     said = connection.lost.lower()
+    if "exit code 255" in said:  # ssh's own; what it started there never came to run
+        return _SHELL_ADVICE.format(connection.name)
     if "no module named" in said or "no such file" in said or "not found" in said or "can't cd" in said:
         return "install Shoal there at the same path, or name the interpreter with --python"
     if connection.hello is not None:
         return "see its own messages above"
-    return f"see that `ssh {connection.name} true` works without a question, or name another remote shell with --ssh"
+    return _SHELL_ADVICE.format(connection.name)
 
 
 def _set_clock(connection: Connection, pong: Pong) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.events import Event
+from shoal.launch.group.control import Pace
 from shoal.launch.group.elastic import (
     SECOND_START,
     Action,
@@ -18,6 +19,7 @@ from shoal.launch.group.elastic import (
     GroupPolicy,
     NewView,
     StartReplica,
+    Tell,
     tell_view,
     view_event,
     view_text,
@@ -64,6 +66,7 @@ class HostsGroup:
         self._waiting: list[StartReplica] = []
         """Those that are to be started when the processes before them are gone."""
         """Of the members that live, as far as is known."""
+        self._paces: dict[str, Pace] = {}
         self._starts: Counter[int] = Counter()
         self._ready: set[str] = set()
         self._failed: dict[str, int] = {}
@@ -71,8 +74,8 @@ class HostsGroup:
         self._next: NewView | None = None
         """Decided, and told when everything that happened at once was heard."""
         self._heard: dict[str, float] = {}
-        self._gone: list[Connection] = []
-        self._do([action for one in self._connections for action in self._hear(one)])
+        self._gone = [one for one in self._connections if one.lost]
+        self._do([action for one in self._connections if not one.lost for action in self._hear(one)])
         size = policy.replica_size
         for number in range(policy.num_replicas):
             for position in range(size):
@@ -86,9 +89,21 @@ class HostsGroup:
         return found or sorted(place.slot for place in self._places.values())
 
     def members_of(self, connection: Connection) -> tuple[str, ...]:
-        """What the first processes of a host are called, in the order of its slots."""
+        """What the first processes of a host are called, in the order of its slots; empty where a slot has none yet."""
         names = {place.slot: member for member, place in self._places.items()}
-        return tuple(names[slot] for slot in connection.ranks)
+        return tuple(names.get(slot, "") for slot in connection.ranks)
+
+    def slots_of(self, connection: Connection) -> list[int]:
+        """The slots of a host in which a process is, as far as is known."""
+        return sorted(place.slot for place in self._places.values() if place.connection is connection)
+
+    def host_came(self, old: Connection, new: Connection) -> None:
+        """A host is there that was not: replicas may be started on it."""
+        self._connections = [new if one is old else one for one in self._connections]
+        self._gone = [one for one in self._gone if one is not old]
+        self._tell(f"host {new.name} has come")
+        self._do(self._hear(new))
+        self._flush()
 
     def said(self, said: messages.Said) -> None:
         """A rank is ready, or has seen a collective fail."""
@@ -99,8 +114,15 @@ class HostsGroup:
             self._do(self._policy.ready(said.member))
         if said.failed > self._failed.get(said.member, 0):
             self._failed[said.member] = said.failed
-            self._do(self._policy.failed(said.member, said.failed))
+            suspects = [one.name for one in self._connections if said.suspect in one.ranks]
+            self._do(self._policy.failed(said.member, said.failed, suspects))
         self._flush()
+
+    def paced(self, paced: messages.Paced) -> None:
+        """An agent tells what kept its ranks busy."""
+        for member, (steps, compute, data) in paced.paces.items():
+            if member in self._places:
+                self._paces[member] = Pace(steps=steps, compute=compute, data=data)
 
     def lost(self, lost: messages.Lost) -> None:
         """An agent has seen a rank end, one that is no member any more included."""
@@ -137,6 +159,7 @@ class HostsGroup:
         for connection in self._connections:
             if not connection.lost and connection.heard > self._heard.get(connection.name, 0.0):
                 self._do(self._hear(connection))
+        self._do(self._policy.paced({member: self._paces.get(member, Pace()) for member in self._places}))
         self._do(self._policy.ticked())
         self._flush()
 
@@ -177,6 +200,9 @@ class HostsGroup:
                 place = self._places.get(action.member)
                 if place is not None:
                     self._send_end(action.member, place, action.reason)
+            elif isinstance(action, Tell):
+                self._report(action.event)
+                self._tell(action.text)
             else:
                 self.gave_up = self.gave_up or action.reason
 
@@ -192,7 +218,7 @@ class HostsGroup:
             # The processes before are not gone yet.
             self._waiting.append(action)
             return
-        self._tell(f"starting a replica, {action.name}, on {connection.name}")
+        self._tell(f"starting {'a spare' if action.spare else 'a replica'}, {action.name}, on {connection.name}")
         for position, slot in enumerate(free):
             member = self._join(slot, action.name, position, spare=action.spare)
             connection.send(messages.StartMember(generation=self._generation, slot=slot, member=member))

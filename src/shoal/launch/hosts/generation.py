@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, get_args
 
 from shoal.comm.store.messages import Ask
@@ -28,6 +29,7 @@ from shoal.launch.failurereport import say_stopping
 from shoal.launch.group.generations import run_generations
 from shoal.launch.group.request import THREADS_THERE, LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member
+from shoal.launch.hosts.clocks import wrong_clocks
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator, Fleet, Interrupted
 from shoal.launch.hosts.elastic import HostsGroup
@@ -38,11 +40,13 @@ from shoal.launch.hosts.messages import (
     Lost,
     Order,
     Output,
+    Paced,
     Reading,
     Said,
     Start,
     Status,
 )
+from shoal.launch.hosts.returning import ReturningHosts
 from shoal.launch.ranks import COLLECT_S
 from shoal.launch.supervisor import KILL_SECONDS, ORDER_FAIL, ORDER_KILL, ORDER_STACKS, SignalInbox
 from shoal.telemetry.eventlog import append_event
@@ -68,7 +72,9 @@ def supervise_hosts(request: LaunchRequest, fleet: Fleet) -> Outcome:
         )
         try:
             coordinator.gather()
-            coordinator.enter(os.path.abspath(request.run_dir), is_shared=request.build_policy is not None)
+            coordinator.enter(os.path.abspath(request.run_dir), why_shared=request.why_shared)
+            for problem in wrong_clocks(coordinator.measure_clocks()):
+                request.display.message(f"warning: {problem}")
             return run_generations(request, lambda number: HostGeneration(request, number, coordinator).run())
         except Interrupted as interrupted:
             request.display.message(say_stopping(interrupted.number, 0.0, has_ranks=False))
@@ -94,7 +100,9 @@ class HostGeneration:
         self._coordinator = coordinator
         self._display = request.display
         self._table = StoreTable()
-        self._states = [StatusReading(rank=rank) for rank in range(request.num_ranks)]
+        # More than there are ranks at first where hosts have room for spares.
+        self._num_slots = max(request.num_ranks, sum(len(one.ranks) for one in coordinator.connections))
+        self._states = [StatusReading(rank=rank) for rank in range(self._num_slots)]
         self._ended: dict[int, RankEnd] = {}
         self._ends: dict[str, GenerationEnd] = {}
         self._mode = _Mode.RUNNING
@@ -107,6 +115,13 @@ class HostGeneration:
         self._watch = HangWatch(request.config.model_copy(update=alone))
         self._looked_at = time.monotonic()
         self._group: HostsGroup | None = None
+        self._threads = 0
+        is_awaited = request.build_policy is not None and request.takes_hosts
+        self._returning = (
+            ReturningHosts(coordinator, Path(os.path.abspath(request.run_dir)), tell=self._display.message)
+            if is_awaited
+            else None
+        )
         self._absolved: list[RankEnd] = []
         """Ends of ranks whose group went on, or tried to."""
 
@@ -121,11 +136,16 @@ class HostGeneration:
         if self._number:
             self._coordinator.return_lost()
         self._group = self._build_group()
-        threads = self._choose_threads()
+        self._threads = self._choose_threads()
         for connection in self._coordinator.connections:
-            connection.send(self._start(connection, threads))
-        while self._waiting():
-            self._turn()
+            if not connection.lost:
+                connection.send(self._start(connection, self._threads))
+        try:
+            while self._waiting():
+                self._turn()
+        finally:
+            if self._returning is not None:
+                self._returning.close()
         self._display.update(self._states)
         if self._failure is not None:
             raise self._failure
@@ -160,7 +180,7 @@ class HostGeneration:
             module=request.module,
             arguments=tuple(request.arguments),
             shared=tuple(str(threads) if word == THREADS_THERE else word for word in request.shared),
-            num_ranks=request.num_ranks,
+            num_ranks=self._num_slots,
             ranks=connection.ranks,
             run_dir=os.path.abspath(request.run_dir),
             run_id=request.run_id,
@@ -183,7 +203,8 @@ class HostGeneration:
 
     def _turn(self) -> None:
         for connection, message in self._coordinator.turn(_TURN_SECONDS):
-            self._take(connection, message)
+            if self._returning is None or not self._returning.take(connection, message):
+                self._take(connection, message)
         self._table.expire()
         self._take_signals()
         for connection in self._coordinator.connections:
@@ -192,6 +213,11 @@ class HostGeneration:
         if self._group is not None and self._mode is _Mode.RUNNING and not self._group.is_over:
             self._group.look()
             self._follow(self._group)
+            for old, new in [] if self._returning is None else self._returning.turn():
+                self._coordinator.admit(old, new)
+                self._ends.pop(new.name, None)
+                new.send(self._start(new, self._threads))
+                self._group.host_came(old, new)
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
             self._look()
         if self._deadline is not None and self._deadline.is_over:
@@ -205,11 +231,17 @@ class HostGeneration:
         """A host is gone: the others go on, or all end."""
         group = self._group
         if group is not None and (group.is_over or self._mode is _Mode.RUNNING):
+            slots = group.slots_of(connection)
             if group.host_lost(connection) and not group.is_over:
-                self._absolved += [self._unseen_end(rank) for rank in connection.ranks]
+                self._absolved += [self._unseen_end(rank) for rank in slots]
                 self._follow(group)
             if group.gave_up is None:
                 return
+        if self._request.survives_hosts and connection is not self._coordinator.connections[0]:
+            self._ends[connection.name] = GenerationEnd(ends=[])
+            named = ", ".join(map(str, connection.ranks))
+            self._display.message(f"lost host {connection.name} (ranks {named}): {connection.lost}; the others go on")
+            return
         self._hang = Hang(rank=connection.ranks[0], reason=connection.lost, is_host=True)
         self._kill_all()
 
@@ -236,6 +268,9 @@ class HostGeneration:
                     self._states[reading.rank] = _read(reading)
         elif isinstance(message, Ended):
             self._notice_end(connection, message.end)
+        elif isinstance(message, Paced):
+            if self._group is not None:
+                self._group.paced(message)
         elif isinstance(message, Said | Lost):
             if self._group is not None and self._mode is _Mode.RUNNING and not connection.lost:
                 self._group.said(message) if isinstance(message, Said) else self._group.lost(message)
@@ -348,7 +383,11 @@ class HostGeneration:
             hosts = {rank: one for one in self._coordinator.connections for rank in one.ranks}
             lost = [_on_host(end, hosts[end.rank]) for end in last.values()]
             return [*lost, *(ends[slot] for slot in sorted(group.present) if slot not in last)]
-        return [ends[rank] for rank in sorted(ends)]
+        left_out = {rank for one in self._coordinator.connections if self._is_done_without(one) for rank in one.ranks}
+        return [ends[rank] for rank in sorted(ends) if rank not in left_out]
+
+    def _is_done_without(self, connection: Connection) -> bool:
+        return self._request.survives_hosts and bool(connection.lost) and self._hang is None
 
     def _unseen_end(self, rank: int) -> RankEnd:
         """Of a rank whose host was lost: where it was when it was last heard of."""

@@ -47,8 +47,13 @@ def read_hostfile(path: Path) -> tuple[HostSlots, ...]:
     return _checked(hosts, str(path))
 
 
-def place_ranks(hosts: Sequence[HostSlots], num_ranks: int) -> tuple[HostSlots, ...]:
+def place_ranks(hosts: Sequence[HostSlots], num_ranks: int, *, has_more: bool = False) -> tuple[HostSlots, ...]:
     """The hosts with the number of ranks on each, in their order; ranks are numbered host by host.
+
+    Args:
+        hosts: as the user named them.
+        num_ranks: ranks at the start.
+        has_more: they may have room for more ranks than there are at the start.
 
     Raises:
         RequestError: the hosts have room for another number of ranks than the plan has.
@@ -56,18 +61,34 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int) -> tuple[HostSlots, 
     named = " ".join(f"{host.name}:{host.slots}" if host.slots else host.name for host in hosts)
     if hosts[0].slots:
         room = sum(host.slots for host in hosts)
-        if room != num_ranks:
+        if room != num_ranks and not (has_more and room > num_ranks):
             raise RequestError(
                 f"the plan has {num_ranks} ranks, and the hosts {named} have room for {room}; name a plan with {room} ranks "
                 "(--plan), or other numbers behind the hosts"
             )
         return tuple(hosts)
+    if num_ranks < len(hosts):
+        raise RequestError(
+            f"the plan has {num_ranks} rank(s), and {len(hosts)} hosts are named ({named}): leave {len(hosts) - num_ranks} of "
+            "them out, or name a plan with more ranks (--plan)"
+        )
     if num_ranks % len(hosts):
         raise RequestError(
             f"{num_ranks} ranks cannot be spread evenly over the {len(hosts)} hosts {named}; say how many run on each, as in "
             f"{hosts[0].name}:{num_ranks - len(hosts) + 1}"
         )
     return tuple(HostSlots(name=host.name, slots=num_ranks // len(hosts)) for host in hosts)
+
+
+def hosts_behind(hosts: Sequence[HostSlots], num_ranks: int) -> frozenset[str]:
+    """The hosts that have none of the first so many ranks."""
+    firsts = [sum(host.slots for host in hosts[:place]) for place in range(len(hosts))]
+    return frozenset(host.name for host, first in zip(hosts, firsts, strict=True) if first >= num_ranks)
+
+
+def describe_hosts(hosts: Sequence[HostSlots]) -> str:
+    """Hosts in words."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _parse(text: str, where: str) -> HostSlots:

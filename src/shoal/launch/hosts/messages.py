@@ -10,7 +10,7 @@ import msgspec
 from shoal.comm.store.messages import Answer, Ask
 from shoal.launch.blame import GenerationEnd, RankEnd
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change of a message."""
 MAGIC = f"shoal-agent-{PROTOCOL}-c0ffee\n".encode()
 """What an agent writes first: a login script may have printed before it."""
@@ -81,7 +81,7 @@ class Start(_Message, frozen=True):
     threads: int
     env: dict[str, str]
     members: tuple[str, ...] = ()
-    """In a run that goes on when ranks die: what each of these ranks is called, in their order."""
+    """In a run that goes on when ranks die: what the process in each of these slots is called, empty where there is none yet."""
 
 
 class Publish(_Message, frozen=True):
@@ -186,6 +186,15 @@ class Said(_Message, frozen=True):
     is_ready: bool
     failed: int
     """The newest epoch under which it saw a collective fail."""
+    suspect: int = -1
+    """The slot that it could not reach then; below 0 where it cannot tell."""
+
+
+class Paced(_Message, frozen=True):
+    """What kept the members of this host busy so far: steps, seconds of computing, seconds of waiting for data."""
+
+    generation: int
+    paces: dict[str, tuple[int, float, float]]
 
 
 class Lost(_Message, frozen=True):
@@ -250,5 +259,18 @@ ToGroup = Publish | StartMember | EndMember | Over
 """What is for the ranks of an elastic run."""
 ToAgent = Enter | Start | Order | Ping | Answer | Listen | Probe | Bye | Publish | StartMember | EndMember | Over
 ToCoordinator = (
-    Hello | Entered | Pong | Status | Output | Ended | Said | Lost | GenerationEnded | Failed | Ask | Listening | Probed
+    Hello
+    | Entered
+    | Pong
+    | Status
+    | Output
+    | Ended
+    | Said
+    | Paced
+    | Lost
+    | GenerationEnded
+    | Failed
+    | Ask
+    | Listening
+    | Probed
 )

@@ -7,6 +7,7 @@ own ranks write there.
 
 import contextlib
 import queue
+import time
 from collections.abc import Mapping, Sequence
 
 from shoal.core.clock import Deadline
@@ -15,6 +16,7 @@ from shoal.launch.group.elastic import CONTROL_VARIABLE, MEMBER_VARIABLE, Start
 from shoal.launch.hosts import messages
 from shoal.launch.hosts.link import Link
 
+_PACE_SECONDS = 0.5
 _END_SECONDS = 30.0
 """How long ranks may take to end after one has said that all is done: one that came too late would wait for others."""
 
@@ -34,11 +36,12 @@ class RemoteGroup:
         self.gave_up: str | None = None
         self.is_over = False
         self._limit: Deadline | None = None
-        self._members = dict(zip(start.ranks, start.members, strict=True))
+        self._members = {slot: member for slot, member in zip(start.ranks, start.members, strict=True) if member}
         """By slot, of those that live."""
         self._told: dict[str, tuple[bool, int]] = {}
         self._to_start = [Start(slot=slot, member=member) for slot, member in self._members.items()]
         self._to_end: list[tuple[int, str]] = []
+        self._paced = time.monotonic()
 
     @property
     def may_start_more(self) -> bool:
@@ -71,14 +74,22 @@ class RemoteGroup:
                 self._obey(self._inbox.get_nowait())
         if self._limit is not None and self._limit.is_over:
             self._to_end, self._limit = [(slot, "the run is over") for slot in self._members], None
+        paces = {}
         for slot, member in self._members.items():
             said = self.control.answers(slot)
+            paces[member] = (said.pace.steps, said.pace.compute, said.pace.data)
             now = (said.is_ready, said.failed)
             if now != self._told.get(member, (False, 0)):
                 self._told[member] = now
+                suspect = -1 if said.suspect is None else said.suspect
                 self._link.send(
-                    messages.Said(generation=self._generation, member=member, is_ready=now[0], failed=now[1])
+                    messages.Said(
+                        generation=self._generation, member=member, is_ready=now[0], failed=now[1], suspect=suspect
+                    )
                 )
+        if time.monotonic() - self._paced > _PACE_SECONDS:
+            self._paced = time.monotonic()
+            self._link.send(messages.Paced(generation=self._generation, paces=paces), can_drop=True)
 
     def lost(self, slot: int, cause: str) -> None:
         """The process in a slot has ended before the run was done."""

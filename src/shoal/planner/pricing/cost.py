@@ -395,6 +395,11 @@ def _units(job: Job, plan: Plan) -> int:
     return -(-len(job.chain.layers) // plan.pp)
 
 
+def hidden_behind(window: Seconds, communication: Seconds) -> Seconds:
+    """How much of a communication along dp a step does not feel, given the compute that it goes on beside."""
+    return min(communication, window * _HALF) * (1 - _SLOWED)
+
+
 def _replicas(
     job: Job, plan: Plan, wires: Wires, weights: tuple[float, float], microbatches: int, compute: float
 ) -> tuple[float, float, float, float]:
@@ -431,6 +436,6 @@ def _replicas(
     last = compute * _BACKWARD / max(1, microbatches)
     reduce_window = compute if plan.zero == 3 else compute * _BACKWARD if reduces_each else last
     gather_window = compute if plan.zero == 3 else last
-    reduce_hidden = min(reduce, reduce_window * _HALF) * (1 - _SLOWED) if software.overlaps_reduce else 0.0
-    gather_hidden = min(gathered, gather_window * _HALF) * (1 - _SLOWED) if software.overlaps_gather else 0.0
+    reduce_hidden = hidden_behind(reduce_window, reduce) if software.overlaps_reduce else 0.0
+    gather_hidden = hidden_behind(gather_window, gathered) if software.overlaps_gather else 0.0
     return reduce, reduce_hidden, gathered, gather_hidden

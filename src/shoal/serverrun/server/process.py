@@ -172,7 +172,7 @@ def run_server(spec: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, An
     # The folder belongs to the first server; the others write into it what all of them have agreed on.
     readers = spec.recipe.run.readable_by
     withhold(readers)
-    claim = Claim(spec.kept_dir, readers=readers) if spec.rank == 0 else None
+    claim = Claim(spec.kept_dir, readers=readers) if spec.rank == 0 and not spec.is_held else None
     if claim is not None:
         claim.write(prepared.recipe, spec.plan)
     make_run_dir(spec.kept_dir, readers)
@@ -201,7 +201,7 @@ def run_server(spec: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, An
         display.close()
         if claim is not None:
             claim.release()
-    if written:
+    if written and not spec.is_held:
         print(describe_summary(written[-1], spec.kept_dir))
     return code, written[-1] if written else None
 

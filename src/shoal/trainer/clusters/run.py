@@ -17,6 +17,7 @@ from shoal.launch.clusters import mpi, slurm
 from shoal.launch.clusters.attached import AttachedCommand, AttachedEnd, run_attached
 from shoal.launch.clusters.culprits import Failure, find_culprit
 from shoal.launch.clusters.job import check_slots, read_slots
+from shoal.launch.clusters.partitions import check_room
 from shoal.launch.clusters.ray import RayRequest, check_ray, run_on_ray
 from shoal.launch.errorreport import ErrorReport, read_report
 from shoal.telemetry.eventlog import append_event
@@ -56,6 +57,8 @@ def train_on(run: ClusterRun, launcher: Launcher, *, hosts: str | None = None) -
         RunError: it could not be started.
     """
     check_launcher(launcher)
+    if launcher == "slurm":
+        check_room(run.job, os.environ)
     earlier = _reports(run)
     before, started = read_summary(run.run_dir), time.time()
     job = run.job

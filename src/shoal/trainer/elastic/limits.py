@@ -24,8 +24,9 @@ def refuse_elastic(recipe: Recipe, plan: Plan) -> None:
         f"optim.adapt {recipe.optim.adapt} measures the gradients of microbatches where they are computed": (
             recipe.optim.adapt != "none"
         ),
-        "elastic.batch scale is understood and not executed yet": recipe.elastic.batch == "scale",
-        "elastic.drop_stragglers is understood and not executed yet": recipe.elastic.drop_stragglers,
+        "elastic.batch scale counts its length in steps, whose samples are not known beforehand; set train.steps": (
+            recipe.elastic.batch == "scale" and recipe.train.steps is None
+        ),
         f"checkpoint.place {recipe.checkpoint.place} is for ranks that stay the same": (
             recipe.checkpoint.place not in ("auto", "shared", "first")
         ),
@@ -45,10 +46,11 @@ def refuse_elastic_hosts(recipe: Recipe, plan: Plan, hosts: Sequence[HostSlots])
         RequestError: says which, and what to do.
     """
     elastic, size = recipe.elastic, plan.ranks_per_replica
-    if elastic.spares or (elastic.max_dp or 0) > (plan.dp or 1):
+    at_start, room = elastic.replicas_at_start(plan.dp or 1) * size, sum(host.slots for host in hosts)
+    if elastic.spares and room < at_start + elastic.spares * size:
         raise RequestError(
-            f"elastic.spares {elastic.spares}, elastic.max_dp {elastic.max_dp}: hosts have room for the {plan.dp} replicas "
-            "of the plan and no more; set elastic.rejoin to start others in the place of those that die"
+            f"elastic.spares {elastic.spares}: the run begins with {at_start} ranks, spares need {elastic.spares * size} more, "
+            f"and the hosts have room for {room}; give hosts more room, or name a further host, or set elastic.rejoin instead"
         )
     for host in hosts:
         if host.slots % size:

@@ -7,9 +7,10 @@ knows replicas, hosts and leases; on one host there is no lease. No torch.
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shoal.core.events import StragglerFound
 from shoal.core.plan import Plan
 from shoal.elastic import group
 from shoal.elastic.config import GroupConfig
@@ -27,11 +28,14 @@ from shoal.elastic.groupchanges import (
     Order,
     Publish,
     Ready,
+    Slow,
     Ticked,
 )
 from shoal.elastic.groupstate import State, Wanted
 from shoal.launch.config import ProcessConfig
 from shoal.launch.group import elastic as elasticgroup
+from shoal.launch.group.control import Pace
+from shoal.trainer.elastic.pacing import PaceWatch
 
 _HOST = socket.gethostname()
 
@@ -43,14 +47,16 @@ class HostMembership:
     state: State
     replica_size: int
     num_slots: int
+    watch: PaceWatch
     starts_again: bool
     """Whether a replica may be started in the place of one that died."""
     _has_slots: bool = field(default=False, init=False)
+    _paced_epoch: int = field(default=0, init=False)
 
     @property
     def num_replicas(self) -> int:
         """Replicas to begin with."""
-        return self.state.wanted.num_logical
+        return self.state.wanted.at_start
 
     def joined(
         self, member: str, *, replica: str, position: int, spare: bool, host: str | None = None
@@ -102,9 +108,32 @@ class HostMembership:
             actions.append(elasticgroup.GiveUp(reason=reason))
         return actions
 
-    def failed(self, member: str, epoch: int) -> Sequence[elasticgroup.Action]:
+    def failed(self, member: str, epoch: int, suspects: Sequence[str] = ()) -> Sequence[elasticgroup.Action]:
         """See ``GroupPolicy``."""
-        return self._hear(Failed(member=member, epoch=epoch, now=time.monotonic()))
+        return self._hear(Failed(member=member, epoch=epoch, suspects=tuple(suspects), now=time.monotonic()))
+
+    def paced(self, paces: Mapping[str, Pace]) -> Sequence[elasticgroup.Action]:
+        """See ``GroupPolicy``."""
+        view, actions = self.state.view, list[elasticgroup.Action]()
+        if view is None or self.state.phase != "running":
+            return actions
+        if view.epoch != self._paced_epoch:
+            self._paced_epoch = view.epoch
+            self.watch.forget()
+        now = time.monotonic()
+        for one in self.watch.look(paces, view.members, now=now):
+            host = next(replica.host for replica in view.replicas if one.rank in replica.members)
+            event = StragglerFound(
+                member=one.rank,
+                host=host,
+                factor=round(one.factor, 3),
+                reason=one.reason,
+                seconds=one.seconds,
+                is_left_out=self.state.wanted.drops_slow,
+            )
+            actions.append(elasticgroup.Tell(text=f"a straggler on {host}: {one}", event=event))
+            actions += self._hear(Slow(member=one.rank, reason=str(one), now=now))
+        return actions
 
     def ticked(self) -> Sequence[elasticgroup.Action]:
         """See ``GroupPolicy``."""
@@ -133,18 +162,27 @@ def build_membership(
         min_dp=config.min_dp,
         max_dp=config.max_dp,
         spares=config.spares,
+        scales=config.batch == "scale",
+        drops_slow=config.drop_stragglers,
         # One host that cannot be reached by itself: there is nobody to tell of it.
         lease_seconds=process.lease_seconds if hosts else math.inf,
         join_seconds=process.start_deadline,
         max_failures=failures,
     )
-    starts_again = config.rejoin or config.spares > 0
+    starts_again = config.starts_more
     return HostMembership(
         state=State(wanted=wanted),
         replica_size=size,
         num_slots=(limit + config.spares) * size,
+        watch=PaceWatch(config.straggler_factor),
         starts_again=starts_again,
     )
+
+
+def ranks_at_start(config: GroupConfig, plan: Plan) -> int:
+    """How many processes are started: fewer than the plan has where ``elastic.max_dp`` is less than its ``dp``."""
+    dp = plan.dp or 1
+    return plan.world_size // dp * config.replicas_at_start(dp)
 
 
 def _action(instruction: Instruction) -> elasticgroup.Action | None:

@@ -16,21 +16,21 @@ No checkpoint is read, unless nothing whole is left in memory.
 import contextlib
 import gc
 import json
-import os
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch types these names only there
+from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.interruption import interrupt_when
 from shoal.comm.leaving.connections import shut_connections
 from shoal.comm.leaving.hangup import HangUp
 from shoal.comm.store.agentstore import AgentStore
-from shoal.comm.store.interruptible import InterruptibleStore
+from shoal.comm.store.recordfile import RecordFileStore
 from shoal.comm.world import World, join_world
 from shoal.core.clock import Deadline
 from shoal.core.errors import FinalError, RequestError, RunError
@@ -51,14 +51,18 @@ from shoal.trainer import sharedmodel
 from shoal.trainer.build import build_seeded, build_trainer, load_init
 from shoal.trainer.config import Recipe
 from shoal.trainer.elastic.limits import FIX
+from shoal.trainer.elastic.pacing import PaceMeter
 from shoal.trainer.elastic.peercopies import PeerCopies, own_shard
 from shoal.trainer.elastic.recovery import MemberState, agree, counted, hand_round
+from shoal.trainer.elastic.suspects import addresses_of, find_suspect, own_ip
 from shoal.trainer.loop import Trainer
+from shoal.trainer.samedata import gather_texts
 
 _ARRIVE_SECONDS = 60.0
 """How long members of a view wait for one that is alive and does not come; those that died are told of."""
 _LOOK_SECONDS = 0.002
 _MEET_SECONDS = 0.02
+_KEPT_STORES = 64
 _CONNECT_SECONDS = 5.0
 """How much longer than a lease ranks of several hosts may take to connect."""
 
@@ -78,6 +82,7 @@ class View:
     hosts: tuple[str, ...]
     """Of each replica."""
     cause: str
+    is_retry: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "View":
@@ -137,10 +142,15 @@ class ElasticRank:
         self._data: Splits | None = None
         self._hooks: Sequence[Hook] | None = None
         """Built and not used yet."""
+        self._meter = PaceMeter(lambda pace: self._control.say_pace(self._slot, pace))
+        self._address = own_ip()
+        self._suspects: dict[str, int] = {}
+        """By address, the slots of a host's ranks: one of them, where no other host has it."""
         self._updating = -1
         self._hang_up: HangUp | None = None
-        self._stores: list[AgentStore] = []
-        self._store: InterruptibleStore | None = None
+        # A store that is written in Python lives only as long as Python refers to it, and a thread that still connects to those
+        # of an old view may use its one until the time for that is over.
+        self._stores: deque[Store] = deque(maxlen=_KEPT_STORES)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -198,6 +208,8 @@ class ElasticRank:
         if view.has_hosts:
             self._hang_up = HangUp(lambda: self._is_broken(view))
         world = self._join(view)
+        if view.has_hosts:
+            self._suspects = addresses_of(gather_texts(world, self._address), view.slots)
         try:
             trainer = self._lay_out(world, is_first=view.epoch == 1)
         except BaseException:
@@ -230,8 +242,10 @@ class ElasticRank:
         self._was_in_step = True
         steps = trainer.training_steps()
         assert isinstance(steps, Generator), "it can be closed, which ends what loads its batches"
+        self._meter.begin()
         try:
-            for _ in steps:
+            for done in steps:
+                self._meter.step(data_seconds=done.data_seconds)
                 self._was_in_step, self._before = False, None
                 if (reason := self._why_stop_waiting()) is not None:
                     raise PeerLost(reason, ranks=[])
@@ -256,7 +270,8 @@ class ElasticRank:
             self._hang_up = None
         if trainer is not None:
             self._close(trainer, keep=True)
-        self._control.say_failed(self._slot, self._epoch)
+        suspect = None if is_newer else find_suspect(error, self._suspects, own=self._address)
+        self._control.say_failed(self._slot, self._epoch, suspect=suspect)
 
     # --- coming together
 
@@ -269,12 +284,9 @@ class ElasticRank:
         else:
             place = replace(self._place, rank=rank, world_size=size, local_rank=rank, local_size=size, is_launched=True)
             self._await_slots(view)
-            # By a descriptor of its own, which stays open: a store writes to its path once more when nothing holds it any more.
-            own = os.open(view.store, os.O_RDWR | os.O_CLOEXEC)
-            path = f"/proc/self/fd/{own}" if os.path.exists("/proc/self/fd") else view.store
-            # A store that is written in Python lives only as long as Python refers to it.
-            self._store = InterruptibleStore(FileStore(path, size))
-            store = PrefixStore(f"epoch-{view.epoch}", self._store)
+            met = RecordFileStore(view.store)
+            self._stores.append(met)
+            store = PrefixStore(f"epoch-{view.epoch}", met)
         elastic = self._recipe.elastic
         world = join_world(
             place,
@@ -283,7 +295,10 @@ class ElasticRank:
             # One that dies on the way is not waited for: the next view comes soon.
             join_seconds=elastic.lease_seconds + _CONNECT_SECONDS,
         )
-        world.num_logical = view.num_logical if view.num_replicas < view.num_logical else 0
+        if elastic.batch == "scale":
+            world.num_planned = self._setup.plan.dp or 1
+        else:
+            world.num_logical = view.num_logical if view.num_replicas < view.num_logical else 0
         return world
 
     def _await_slots(self, view: View) -> None:
@@ -296,7 +311,6 @@ class ElasticRank:
     def _meet(self, view: View) -> Store:
         """Wait until all members have come to a view, on several hosts; where they meet from then on."""
         asked = AgentStore(self._place.store)
-        # A store that is written in Python lives only as long as Python refers to it.
         self._stores.append(asked)
         store = PrefixStore(f"epoch-{view.epoch}", asked)
         store.set(f"came-{self._slot}", "1")
@@ -373,7 +387,9 @@ class ElasticRank:
             trainer.recall()
         redone = max(0, agreed.newest - trainer.progress.step)
         seconds = 0.0 if self._left_at is None else time.monotonic() - self._left_at
-        counts = counted(counts, views=1, steps_redone=redone + self._was_in_step, paused_seconds=seconds)
+        counts = counted(
+            counts, views=1, retries=int(view.is_retry), steps_redone=redone + self._was_in_step, paused_seconds=seconds
+        )
         copies = self._keep_copies(trainer, view)
         trainer.world.barrier()
         # Not before: whoever fails on the way goes on with what it held. Some may fail in this very barrier, so what was held is
@@ -437,6 +453,7 @@ def summary_of(counts: Mapping[str, float]) -> dict[str, Any]:
     """What the summary says of an elastic run."""
     return {
         "views": 1 + int(counts.get("views", 0)),
+        "retries": int(counts.get("retries", 0)),
         "steps_redone": int(counts.get("steps_redone", 0)),
         "paused_seconds": float(counts.get("paused_seconds", 0.0)),
     }

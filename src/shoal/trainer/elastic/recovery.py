@@ -5,7 +5,9 @@ whole tensors as placements say, and what it needs under the new view lies there
 who hold its parts, one after the other, and each takes its own. Where everybody holds all that it needs nothing is moved.
 """
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +15,7 @@ import torch
 
 from shoal.checkpoint.holdings import Cut, decode_listing, divide, encode_listing
 from shoal.checkpoint.pieces import list_holdings, view_cuts, zeros
+from shoal.comm.channel import PeerLost
 from shoal.comm.full_tensor import box, take_local
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
@@ -140,6 +143,7 @@ def hand_round(
     forms = {name: (one.dtype, one.shape) for listing in decoded for name, one in listing.items()}
     if missing := sorted(target.tensors.keys() - forms.keys()):
         raise RunError(f"nobody holds {missing[0]!r} of step {chosen.step}")
+    digest = hashlib.sha256()
     with torch.no_grad():
         for name, (dtype, shape) in sorted(forms.items()):
             whole = zeros(dtype, shape)
@@ -149,12 +153,27 @@ def hand_round(
             # Bytes: zeros of those who do not speak change none, whereas -0.0 + 0.0 would be 0.0.
             if flat.numel():
                 mesh.everyone.all_reduce_(flat)
+                digest.update(flat.cpu().numpy().data)
             whole = flat.view(whole.dtype).reshape(whole.shape)
             if name in target.tensors:
                 target.tensors[name].copy_(take_local(whole, target.placements[name]))
+    _compare(world, digest.hexdigest(), held.member, chosen.step)
     is_copied = any(held.own.get(shard) is None for shard in _sources(held, chosen))
     copied = world.all_reduce_(torch.tensor([int(is_copied)], device=world.device))
     return "copies" if int(copied) else "a peer"
+
+
+def _compare(world: World, digest: str, member: str, step: int) -> None:
+    """See that all have got the same state, before the first sum that a newcomer takes part in.
+
+    Raises:
+        PeerLost: somebody has got another one than most.
+    """
+    told = [json.loads(text) for text in gather_texts(world, json.dumps([member, digest]))]
+    most, _ = Counter(found for _, found in told).most_common(1)[0]
+    others = [name for name, found in told if found != most]
+    if others:
+        raise PeerLost(f"{' and '.join(others)} got another state of step {step} than the others", ranks=[])
 
 
 def _sources(held: MemberState, chosen: Resumption) -> list[Shard]:

@@ -76,7 +76,10 @@ def _train(
     own["checkpoint"] = {**own.get("checkpoint", {}), "every": 0}
     if is_disturbed:
         grows = bool(script.arrivals)
-        own["elastic"] = {**own.get("elastic", {}), "mode": "shrink", "rejoin": grows, "max_failures": 100}
+        # The script says who is present, and only a batch that is held has the bits of the run left alone.
+        settings = {"mode": "shrink", "rejoin": grows, "max_failures": 100, "batch": "hold", "drop_stragglers": False}
+        own["elastic"] = {**own.get("elastic", {}), **settings}
+        own["elastic"].pop("max_dp", None)
         arguments = {"script": script.text, "dp": plan.dp or 1, "bug": bug}
         own["callbacks"] = [*own.get("callbacks", []), {"build": _DISTURBANCE, "args": arguments}]
     path, run_dir = folder / "recipe.toml", folder / "run"

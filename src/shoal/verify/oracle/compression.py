@@ -6,7 +6,9 @@ first replica whose memory is wrong.
 
 1-bit Adam (Tang et al. 2021, algorithm 1) sends no gradients: from its first compressed step on the variance stays as it is, each
 replica moves the momentum by its own gradient, and the mean of the signs that are sent is everyone's momentum. Both moments keep
-Adam's corrections of bias, that of the variance as it was when it froze; LAMB goes the same way, by its trust ratios.
+Adam's corrections of bias, that of the variance as it was when it froze. 1-bit LAMB (Li et al. 2021, algorithm 1) goes the same
+way by frozen coefficients: the mean of a tensor's trust ratios in the warm-up, times r = max sqrt(v frozen / v fresh), where the
+fresh variance follows g = (m - b1 m before) / (1 - b1); r stays within 0.5 and 4 and moves by a tenth at most.
 """
 
 import math
@@ -43,6 +45,7 @@ from shoal.verify.reference.train import (
 )
 
 Gradients = dict[str, Tensor]
+_RATIO_KEPT = 0.9
 
 
 def run_compressed(case: Case, tree: Tree, folder: Path) -> dict[str, Any]:
@@ -100,6 +103,9 @@ class CompressedTraining:
         )
         self._frozen_after: dict[str, int] = {}
         """Of 1-bit Adam: updates that a parameter's variance had when it froze."""
+        self._mean_ratio: dict[str, float] = {}
+        self._fresh: dict[str, tuple[Tensor, float]] = {}
+        """Of 1-bit LAMB: mean trust ratios of the warm-up; and the variances that go on, with their factors."""
 
     def sum(self, step: int, replicas: Sequence[Mapping[str, Tensor]]) -> Gradients:
         """What all replicas take for the sum of their gradients; under 1-bit Adam, for everyone's momentum."""
@@ -124,7 +130,41 @@ class CompressedTraining:
             # Each replica was clipped by itself (Lin et al. 2018, section 3.2).
             apply_update(self._parts, gradients, 0.0, scale)
         else:
+            before = {name: weight.detach().clone() for name, weight in self._parts.named}
             apply_update(self._parts, gradients, norm, scale)
+            if self._rule.kind == "onebit" and self._parts.optim.name == "lamb":
+                self._note_ratios(before)
+
+    @torch.no_grad()
+    def _note_ratios(self, before: Mapping[str, Tensor]) -> None:
+        """The trust ratios of the step that was just taken, from the moments that it left."""
+        names = {parameter: name for name, parameter in self._parts.named}
+        for group in self._parts.optimizer.param_groups:
+            for weight in group["params"] if group["adapt"] else ():
+                moments, old = self._parts.optimizer.state[weight], before[names[weight]]
+                keeps, keeps_squares = (1 - beta ** int(moments["step"]) for beta in group["betas"])
+                size = moments["exp_avg_sq"].sqrt() / math.sqrt(keeps_squares) + group["eps"]
+                way = moments["exp_avg"] / keeps / size
+                way = way + group["weight_decay"] * old if group["weight_decay"] else way
+                length, own = norm_of([old]), norm_of([way])
+                ratio = float(torch.tensor(length / own if length > 0 and own > 0 else 1.0, dtype=torch.float32))
+                mean = self._mean_ratio.get(names[weight], 0.0)
+                self._mean_ratio[names[weight]] = mean * _RATIO_KEPT + (1 - _RATIO_KEPT) * ratio
+
+    def _coefficient(
+        self, name: str, moments: Mapping[str, Any], momentum: Tensor, betas: tuple[float, float]
+    ) -> float:
+        """Of a step of 1-bit LAMB, of whose momentum the state still has the one before."""
+        keeps, keeps_squares = betas
+        fresh, factor = self._fresh.get(name, (moments["exp_avg_sq"], 1.0))
+        gradient = (momentum - moments["exp_avg"] * keeps) / (1 - keeps)
+        fresh = fresh * keeps_squares + gradient * gradient * (1 - keeps_squares)
+        ratio = float((moments["exp_avg_sq"].sqrt() / fresh.sqrt().clamp(min=2.0**-126)).max())
+        factor = min(max(min(max(ratio, 0.5), 4.0), factor * (1 - 0.1)), factor * (1 + 0.1))
+        self._fresh[name] = fresh, factor
+        started = 1.0 - float(_RATIO_KEPT ** self._frozen_after[name])
+        scale: float = self._mean_ratio.get(name, 0.0) / started * factor
+        return scale
 
     def memory(self) -> dict[str, Tensor]:
         """What replicas remember, by the names that captures use."""
@@ -166,14 +206,15 @@ class CompressedTraining:
             for weight in group["params"]:
                 moments, momentum = self._parts.optimizer.state[weight], momenta[names[weight]]
                 frozen = self._frozen_after.setdefault(names[weight], int(moments["step"]))
+                is_lamb = self._parts.optim.name == "lamb"
+                scale = self._coefficient(names[weight], moments, momentum, group["betas"]) if is_lamb else 1.0
                 moments["exp_avg"].copy_(momentum)
                 moments["step"] += 1
                 size = moments["exp_avg_sq"].sqrt() / math.sqrt(1 - keeps_squares**frozen) + group["eps"]
                 way = momentum / (1 - keeps ** int(moments["step"])) / size
-                if self._parts.optim.name == "lamb":
-                    way = _trusted(
-                        way + group["weight_decay"] * weight if group["weight_decay"] else way, weight, group
-                    )
+                if is_lamb:
+                    way = way + group["weight_decay"] * weight if group["weight_decay"] else way
+                    way = way * scale if group["adapt"] else way
                 elif group["weight_decay"]:
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.sub_(way * group["lr"])
@@ -181,11 +222,3 @@ class CompressedTraining:
 
 def _moved(momentum: Tensor, gradient: Tensor, keeps: float) -> Tensor:
     return momentum * keeps + gradient * (1 - keeps)
-
-
-def _trusted(way: Tensor, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A step as long as its weight (You et al. 2020, algorithm 2), where the group adapts at all and both have a length."""
-    if not group["adapt"]:
-        return way
-    length, own = norm_of([weight]), norm_of([way])
-    return way * (length / own) if length > 0 and own > 0 else way

@@ -81,7 +81,7 @@ def test_a_job_file_goes_to_stdout(tiny):
         (("train", "TINY", "--nodes", 2), "--nodes 2 needs --on slurm"),
         (("train", "TINY", "--on", "slurm", "--dry-run"), "leave out --nproc, --dry-run"),
         (("train", "TINY", "--on", "slurm", "--hosts", "a"), "slurm knows its own hosts"),
-        (("train", "TINY", "--per-node", 2), "neither is set; to start ranks on this machine alone, use --nproc 2"),
+        (("train", "TINY", "--per-node", 2), "none is set; to start ranks on this machine alone, use --nproc 2"),
         (("train", "TINY", "--on", "mpi", "--plan", "dp=2", "--nodes", 3, "--per-node", 1), "--per-node are 3"),
         (("train", "TINY", "--on", "mpi", "--plan", "dp=2", "--nodes", 3), "the plan has 2"),
     ],

@@ -44,6 +44,15 @@ def test_a_plan_is_kept_to_and_can_be_forgotten() -> None:
     assert policy.access(4).evicted == (2,), "without a plan the oldest leaves"
 
 
+def test_planned_uses_that_another_tier_has_had_are_passed_over() -> None:
+    policy = Planned(1)
+    policy.access(1)
+    # The use of 1 that is planned first never happens here; without the rule it would be the next for ever.
+    policy.plan([1, *(key for key in range(100, 400) for _ in range(2))])
+    hits = sum(policy.access(key).hit for key in range(100, 400) for _ in range(2))
+    assert 150 < hits < 200
+
+
 def test_outside_the_plan_the_oldest_leaves() -> None:
     planned, lru = Planned(3), Lru(3)
     keys = [1, 2, 3, 1, 4, 2, 5, 1, 1, 6, 3, 2]

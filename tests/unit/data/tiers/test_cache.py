@@ -237,3 +237,19 @@ def test_what_the_machine_does_not_have_is_refused_with_both_numbers(tmp_path: P
     with pytest.raises(ValueError, match="is not a number of bytes"):
         _config(tmp_path, disk="much")
     check_cache(_config(tmp_path))
+
+
+def test_of_ranks_that_plan_the_first_is_heard_and_a_new_run_begins_anew(tmp_path: Path) -> None:
+    source = Source()
+    config = _config(tmp_path, memory="0", disk="2100", policy="planned")
+    first, second = BlockCache(config), BlockCache(config)
+    keys = {number: BlockKey(address="test://x", path=f"b{number}") for number in range(9)}
+    first.plan_host([keys[1], keys[2], keys[3], keys[3]])
+    second.plan_host([keys[4]] * 50)
+    assert (tmp_path / "cache" / "journal-00000000").stat().st_size == 5 * 32, (
+        "one that begins a plan, four that are it"
+    )
+    for number in (1, 2, 3):
+        source.get(second, number)
+    source.get(first, 3)
+    assert source.fetched == {1: 1, 2: 1, 3: 1}, "3 came in because it comes again"

@@ -101,6 +101,16 @@ def test_an_index_is_that_of_a_node_where_a_node_has_several_ranks() -> None:
     assert _numbers(read_place({**given, "LOCAL_RANK": "2"})) == ("indexed", 5, 6, 2, 3)
 
 
+def test_a_node_of_kubeflow_and_its_ranks() -> None:
+    given = {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+    place = read_place(given)
+    assert (_numbers(place), place.address, place.port) == (("kubeflow", 2, 3, 0, 1), "job-node-0-0.job", 29400)
+    several = {**given, "PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert _numbers(read_place(several)) == ("kubeflow", 9, 12, 1, 4)
+    of_torchrun = {**several, "RANK": "9", "WORLD_SIZE": "12", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert read_place(of_torchrun).launcher == "torchrun", "its command may be torchrun's, as Kubeflow means it"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -113,7 +123,12 @@ def test_an_index_is_that_of_a_node_where_a_node_has_several_ranks() -> None:
         (_tf("worker", 2, worker=["a:1", "b:1"]), "worker 2 of a cluster with 2 of that kind"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not a cluster with a task"),
         (_tf("worker", 0, worker=["a", "b"]), "'a', which is not host:port"),
-        ({"PET_NNODES": "2:4"}, r"Kubeflow's trainer started this process \(PET_NNODES=2:4\)"),
+        ({"PET_NNODES": "2:4"}, "PET_NNODES=2:4: the number of nodes has to be fixed"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto: write the number of processes"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}, "a node with 4 ranks .*--per-node 4"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 without PET_NODE_RANK and PET_MASTER_ADDR"),
+        ({"JSM_NAMESPACE_RANK": "1"}, "LSF's jsrun"),
+        ({"PALS_RANKID": "1"}, "PALS"),
         ({"JOB_COMPLETION_INDEX": "1"}, "indexed job of Kubernetes"),
         ({"WORKER_INDEX": "1"}, "set WORLD_SIZE, MASTER_ADDR and MASTER_PORT beside it"),
         ({"PMI_RANK": "1"}, "it set no PMI_SIZE"),

@@ -40,7 +40,7 @@ def test_the_folder_of_another_host_is_named() -> None:
     assert found.startswith("host c: /r cannot be used: no;")
     del entered["c"]
     assert folder_problems("/r", "t", entered, first="a") == [], "b has a run directory of its own"
-    (found,) = folder_problems("/r", "t", entered, first="a", is_shared=True)
+    (found,) = folder_problems("/r", "t", entered, first="a", why_shared="it has to be shared")
     assert found.startswith("host b does not share /r"), "any host may be the last one"
     (found,) = folder_problems("/r", "t", entered, first="b")
     assert found.startswith("host b, which has rank 0, does not see /r as it is here: start the command on b")

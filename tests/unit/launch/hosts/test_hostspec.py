@@ -39,7 +39,8 @@ def test_what_is_no_list_of_hosts_is_refused(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "words"), [("a:1,b:1", 4, "room for 2"), ("a,b", 3, "evenly over the 2 hosts")]
+    ("text", "count", "words"),
+    [("a:1,b:1", 4, "room for 2"), ("a,b", 3, "evenly over the 2 hosts"), ("a,b,c", 2, "leave 1 of them out")],
 )
 def test_more_or_fewer_ranks_than_there_is_room_for(text: str, count: int, words: str) -> None:
     with pytest.raises(RequestError) as refused:

@@ -20,7 +20,7 @@ from shoal.compression.exchange import CompressedSum
 from shoal.core.events import IslandsMeasured, RoundDone
 from shoal.core.placement import Placement, place_whole
 from shoal.core.syncrule import SyncRule
-from shoal.engine.compression.saved import method_of
+from shoal.engine.islands.unsent import Unsent
 from shoal.engine.state import RankState
 from shoal.engine.stop import StopRequest
 from shoal.replicas.choco import CompressedGossip
@@ -29,6 +29,7 @@ from shoal.replicas.exchange import mean_over_islands_
 from shoal.replicas.graphs import mixing
 from shoal.replicas.intervals import Interval
 from shoal.replicas.policy import Policy, StepEnd
+from shoal.replicas.shards import WholeBlocks
 from shoal.replicas.traffic import Sizes, step_traffic, summed_traffic, tells_stop
 
 PREFIX = "islands/"
@@ -62,6 +63,8 @@ class Islands:
     """Puts this rank's optimizer back to its beginning."""
     sums: CompressedSum | None = None
     """Adds changes up compressed; None where they go as they are."""
+    shards: WholeBlocks | None = None
+    """Makes whole blocks of changes that ZeRO has cut."""
     goes_on: bool = False
     """An island whose step is not finite leaves it out, and comes to rounds all the same."""
     report: list[RoundDone | IslandsMeasured] = field(default_factory=list)
@@ -71,6 +74,8 @@ class Islands:
     last_distance: float | None = field(default=None, init=False)
     """How far islands were apart when that was measured last."""
     interval: Interval = field(init=False)
+    unsent: Unsent | None = field(init=False)
+    """What compressed sums keep in a checkpoint; None where nothing is compressed."""
     _is_measured: bool = field(default=False, init=False)
     """The last step has measured the distance."""
     _since: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
@@ -84,6 +89,7 @@ class Islands:
     _last_round: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.unsent = None if self.sums is None else Unsent(sums=self.sums, saved_names=self.saved_names)
         self.interval = Interval(self.rule, self.config)
 
     def take_report(self) -> list[RoundDone | IslandsMeasured]:
@@ -242,6 +248,7 @@ class Islands:
             place=self.channel.rank,
             matrix=graph,
             sums=self.sums,
+            shards=self.shards,
         )
         return found if not self._is_measured else add_traffic(found, self._measuring(items, size))
 
@@ -344,6 +351,9 @@ class Islands:
                     averaged.append(tensors[key])
         mean_over_islands_(averaged, self.channel)
         extra, placed = self._policy_tensors()
+        unsent = {} if self.unsent is None else self.unsent.named(self._prefix, is_read=False)
+        extra |= {key: one for key, (one, _) in unsent.items()}
+        placed |= {key: place for key, (_, place) in unsent.items()}
         return replace(own, tensors={**tensors, **extra}, placements={**placements, **placed})
 
     def to_load(self, own: RankState, saved: Collection[str]) -> tuple[RankState, bool]:
@@ -354,29 +364,43 @@ class Islands:
         known = set(saved)
         extra, placed = self._policy_tensors()
         mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
-        unsent = {f"{PREFIX}{self.rule.kind}/{self.channel.size}/{what}" for what in self._unsent()}
-        if any(key not in known for key in extra if key not in unsent):
+        unsent = {} if self.unsent is None else self.unsent.named(self._prefix, is_read=True)
+        if any(key not in known for key in extra):
             if f"{PREFIX}{self.rule.kind}/{self.channel.size}/shared/round" in known:
                 # Gossip without a codec keeps no copy of what neighbours know, and each island's weights differ by then.
                 self._said = (
                     f"the checkpoint is of sync={self.rule.kind} without a codec, so no island knows what neighbours have heard "
                     "of it: every island goes on from the mean of their weights, which all of them know"
                 )
-            return own, False
-        if not unsent <= known:
+            return self._fold_unsent(own, known), False
+        if self.unsent is not None and not unsent.keys() <= known:
             # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.
-            assert self.sums is not None
-            self.sums.reset()
-            self._said = (
-                f"the checkpoint is of islands without compress={self.sums.rule}: nothing is left of what was not sent"
-            )
-            extra = {key: one for key, one in extra.items() if key not in unsent}
-        tensors: dict[str, Tensor] = {**extra}
-        placements: dict[str, Placement] = {key: placed[key] for key in extra}
+            self.unsent.sums.reset()
+            rule = self.unsent.sums.rule
+            self._said = f"the checkpoint is of islands without compress={rule}: nothing is left of what was not sent"
+            unsent = {}
+        tensors: dict[str, Tensor] = {**extra, **{key: one for key, (one, _) in unsent.items()}}
+        placements: dict[str, Placement] = {**placed, **{key: place for key, (_, place) in unsent.items()}}
         for key, tensor in own.tensors.items():
             name = mine + key if mine + key in known else key
             tensors[name], placements[name] = tensor, own.placements[key]
         return replace(own, tensors=tensors, placements=placements), True
+
+    def _fold_unsent(self, own: RankState, saved: Collection[str]) -> RankState:
+        """The live tensors, with what islands of another number or policy have not sent."""
+        if self.unsent is None:
+            return own
+        found = self.unsent.fold(saved, self._prefix)
+        return replace(
+            own,
+            tensors={**own.tensors, **{key: one for key, (one, _) in found.items()}},
+            placements={**own.placements, **{key: place for key, (_, place) in found.items()}},
+        )
+
+    @property
+    def _prefix(self) -> str:
+        """Of what this policy keeps in a checkpoint, for this number of islands."""
+        return f"{PREFIX}{self.rule.kind}/{self.channel.size}/"
 
     def went_on(self, *, is_same: bool) -> str | None:
         """A checkpoint was loaded: of this policy, or of another, whose mean alone was taken; returns what to say of that."""
@@ -386,20 +410,20 @@ class Islands:
             return said
         self.policy.restart()
         self.interval.restart()
-        if self.sums is not None:
-            self.sums.reset()
+        left = None if self.unsent is None else self.unsent.loaded()
         self._since.zero_()
         self._rounds.zero_()
         self._taken.zero_()
         said, self._said = self._said, None
-        return said or (
+        said = said or (
             f"the checkpoint is not one of {self.channel.size} islands with sync={self.rule.kind}: every island goes on from "
             "the weights that it was saved with, which of islands are their mean"
         )
+        return said if left is None else f"{said}; {left}"
 
     def _policy_tensors(self) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         state = self.policy.state()
-        prefix = f"{PREFIX}{self.rule.kind}/{self.channel.size}/"
+        prefix = self._prefix
         tensors: dict[str, Tensor] = {}
         placements: dict[str, Placement] = {}
         for where, groups in (("shared", state.shared), (str(self.channel.rank), state.own)):
@@ -408,7 +432,6 @@ class Islands:
                     key = f"{prefix}{where}/{what}/{self.saved_names[name]}"
                     tensors[key], placements[key] = tensor, self.placements[name]
         numbers = {f"{self.channel.rank}/{what}": number for what, number in state.own_numbers.items()}
-        numbers |= self._unsent()
         shared = {"since": self._since, "round": self._rounds, "taken": self._taken, **self.interval.numbers()}
         numbers |= {f"shared/{what}": number for what, number in shared.items()}
         for what, number in numbers.items():
@@ -420,15 +443,3 @@ class Islands:
         state = self.policy.state()
         groups = (*state.shared.values(), *state.own.values())
         return sum(tensor.nbytes for named in groups for tensor in named.values())
-
-    def _unsent(self) -> dict[str, Tensor]:
-        """What compressed sums remember on this rank: each rank's own, for the same plan to go on from."""
-        if self.sums is None:
-            return {}
-        kept = {(what, name): one for what, named in self.sums.own_state().items() for name, one in named.items()}
-        shared = self.sums.shared_state()
-        kept |= {(what, name): one[0] for what, named in shared.items() for name, one in named.items()}
-        prefix = f"{self.channel.rank}/compress-{method_of(self.sums.rule)}"
-        return {
-            f"{prefix}/{what}/{self.inside.rank}/{self.saved_names[name]}": one for (what, name), one in kept.items()
-        }
