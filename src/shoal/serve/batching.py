@@ -54,6 +54,11 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, name="predictions", daemon=True)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        """Rows that have not had their turn."""
+        return self._num_waiting
+
     def submit(self, rows: Sequence[Row], fields: object, *, seconds: float) -> "Future[Answer]":
         """Ask for the scores of rows.
 

@@ -124,6 +124,7 @@ class Answers:
             "swaps": self.newest.swapped,
             "passes": self.batcher.passes,
             "rows": self.batcher.rows,
+            "waiting": self.batcher.num_waiting,
             "answers": self.counts,
         }
         return Response(status=200, content={**self.newest.current.describe(), **numbers})
