@@ -13,7 +13,7 @@ import pytest
 
 from shoal.checkpoint.published.version import encode_pointer
 from shoal.data.store.writer import append_store, build_store
-from support.processes.command import Shoal, read_events, read_summary, wait_until
+from support.processes.command import TINY, Shoal, read_events, read_summary, wait_until
 from support.processes.serving import RECIPE, Published, ask, wait_for_address
 from support.training.appends import rows
 
@@ -229,3 +229,26 @@ def test_a_run_without_end_an_appender_a_server_and_clients(shoal):
         assert (content["outputs"][0], content["weights_sha256"]) == published.predict(content["version"], row)
     versions = [content["version"] for _, content in answers]
     assert versions == sorted(versions), "an older version never comes back"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2 zero=1",
+        "dp=2 zero=3",
+        "tp=2",
+        "tp=2 sp=true",
+        "cp=2",
+        "pp=2",
+        "pp=2 schedule=pipedream",
+        "dp=2 islands=2 sync=local:2",
+    ],
+)
+def test_the_last_version_has_the_weights_of_the_run_under_every_plan(shoal, plan):
+    recipe = shoal.folder / "tiny.toml"
+    recipe.write_text(TINY.replace("dropout = 0.1", "dropout = 0.0") + "\n[publish]\nevery_steps = 4\nwindow = 64\n")
+    shoal.run("train", recipe, "--plan", plan, "--run-dir", "run")
+    version = json.loads((shoal.folder / "run" / "published" / "version-00000002" / "version.json").read_text())
+    assert version["step"] == 8 and version["weights_sha256"] == read_summary(shoal.folder / "run")["weights_sha256"]
+    assert [one["name"] for one in version["inputs"]] == ["tokens_BL"]
