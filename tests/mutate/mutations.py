@@ -5,13 +5,17 @@ exactly once in its file; ``tests/architecture/test_mutations.py`` checks that i
 guarantees is without a mutation or a reason.
 """
 
+from cache_mutations import CACHES
 from checkpoint_mutations import CHECKPOINTS
 from ending_mutations import ENDINGS
 from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
 from promises import Mutation
+from receipt_mutations import RECEIPTS
+from store_mutations import STORES
+from table_mutations import TABLES
 from trust_mutations import TRUST
 
-MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *TRUST]
+MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *CACHES, *STORES, *RECEIPTS, *TABLES, *TRUST]
 WITHOUT: dict[str, str] = {}
 """Promises without a mutation, each with the reason."""

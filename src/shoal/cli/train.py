@@ -194,8 +194,7 @@ def _job_on_hosts(
     from shoal.trainer.elastic.membership import ranks_at_start
     from shoal.trainer.launch import WORKER, supervise_ranks
 
-    plan = prepared.setup.plan
-    elastic = prepared.recipe.elastic
+    plan, elastic = prepared.setup.plan, prepared.recipe.elastic
     at_start = ranks_at_start(elastic, plan)
     placed = place_ranks(hosts, at_start, has_more=elastic.starts_more)
     if elastic.mode == "shrink":

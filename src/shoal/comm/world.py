@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from shoal.comm.interface import VARIABLE, choose_interface, own_address
+from shoal.comm.interruption import is_interruptible
 from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
 from shoal.comm.packetfilter import drop_everybody, sealed_listeners
@@ -142,29 +143,29 @@ def join_world(
     store.set_timeout(timeout)
     try:
         with noted_connections(), sealed_listeners(), abortable_connecting():
-            _start_default_group(place, backend, store, timeout)
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             world.group = dist.group.WORLD
             # Saving happens on a thread of its own; two threads that used one group would mix up their collectives.
             world.save_group = dist.new_group(backend="gloo", timeout=timeout)
-    except BaseException:
+    except BaseException as error:
         _forget_groups()
-        raise
-    for group in (world.group, world.save_group):
-        wait_longer(world, group)
-    return world
-
-
-def _start_default_group(place: Place, backend: str, store: Store, timeout: timedelta) -> None:
-    try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    except RuntimeError as error:
-        if not any(words in str(error) for words in _NO_WAY):
+        if not _is_no_way(error):
             raise
         raise RunError(
             f"rank {place.rank} on host {socket.gethostname()} cannot reach the other ranks: {_first_line(error)}; see that "
             "all hosts reach each other over the interface that gloo uses "
             f"({os.environ.get(VARIABLE) or 'its own choice'}): `shoal doctor --hosts` tries every pair"
         ) from error
+    for group in (world.group, world.save_group):
+        wait_longer(world, group)
+    return world
+
+
+def _is_no_way(error: BaseException) -> bool:
+    # A rank whose group is assembled anew tries again, and others find out whom it could not reach.
+    if is_interruptible() or not isinstance(error, RuntimeError):
+        return False
+    return any(words in str(error) for words in _NO_WAY)
 
 
 def _forget_groups() -> None:
@@ -246,7 +247,7 @@ def seal_store() -> None:
         os.close(descriptor)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Without the C++ stack that torch puts below."""
     return str(error).partition("\n")[0].strip() or type(error).__name__
 

@@ -76,6 +76,27 @@ class RoundDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataCache(Event):
+    """What a rank's cache of data has done since its last such event: where blocks came from, and what that cost."""
+
+    kind: ClassVar[str] = "data_cache"
+    memory_hits: int
+    disk_hits: int
+    fetches: int
+    """Blocks that were in neither and came from the storage."""
+    memory_bytes: int
+    disk_bytes: int
+    fetched_bytes: int
+    fetch_seconds: float
+    wait_seconds: float
+    """Waited for other ranks of the host that were fetching the same block."""
+    refused: int
+    """Blocks that were torn or altered, on the disk or on their way, and were fetched again."""
+    not_kept: int
+    """Blocks that the disk had no room for, or refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IslandsMeasured(Event):
     """How far islands are apart, found at an evaluation, where the weights that stand for all of them are there anyway."""
 
@@ -181,6 +202,54 @@ class MemoryMeasured(Event):
     """Resident memory that is none of the three: activations, buffers, the interpreter, libraries."""
     rss_bytes: int
     peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochReceipt(Event):
+    """An epoch is over: whether the run trained on every sample once."""
+
+    kind: ClassVar[str] = "epoch_receipt"
+    epoch: int
+    rows: int
+    """Samples that were trained on."""
+    ok: bool | None
+    """None where nobody can say; ``reason`` says why."""
+    sum: str = ""
+    """Of the hashes of their numbers, modulo 2^128, in hexadecimal digits."""
+    expected_rows: int | None = None
+    expected: str = ""
+    replayed: int = 0
+    """Samples of the past that came again, besides each sample once (``data.replay``); ``rows`` has them too."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGrew(Event):
+    """The run took up a newer version of its data."""
+
+    kind: ClassVar[str] = "data_grew"
+    epoch: int
+    """The first that reads it."""
+    version: int
+    samples: int
+    """Of the training split."""
+    added: int
+    """Since the version before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSlow(Event):
+    """One rank's loading takes much longer than that of the others, which wait for it."""
+
+    kind: ClassVar[str] = "reader_slow"
+    slow_rank: int
+    load_seconds: float
+    """That its loading took since all ranks counted together last."""
+    usual_seconds: float
+    """The other ranks', in the middle."""
+    steps: int
+    source: str
+    """What is read: an address, or the kind of source."""
 
 
 @dataclass(frozen=True, kw_only=True)

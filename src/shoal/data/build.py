@@ -10,16 +10,22 @@ from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
     StdlibConfig,
+    StoreConfig,
     SyntheticConfig,
+    TableConfig,
     TextConfig,
     TokensConfig,
 )
+from shoal.data.loading.parts import options_of
 from shoal.data.order import split_positions
 from shoal.data.source import Splits as Splits
+from shoal.data.source import Streamed
 from shoal.data.sources.arrays import ArraySource, WindowSource
 from shoal.data.sources.corpus import VOCAB, bigram_entropy, find_corpus, read_split
 from shoal.data.sources.digits import DIGITS_SPEC, read_digits
 from shoal.data.sources.own import build_own
+from shoal.data.sources.rows import build_rows
+from shoal.data.sources.storerows import build_store_splits
 from shoal.data.sources.synthetic import describe_synthetic, make_arrays
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
@@ -35,15 +41,33 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
     Raises:
         RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
     """
+    found = _build(config, seed)
+    if (config.order != "full" or config.replay) and not isinstance(found.train, Streamed):
+        train: Any = found.train
+        train.options = replace(
+            options_of(train),
+            order=config.order,
+            window=config.window,
+            replay=config.replay,
+            replay_last=config.replay_last,
+        )
+    return found
+
+
+def _build(config: AnyDataConfig, seed: int) -> Splits:
     if isinstance(config, StdlibConfig | TextConfig):
         return _build_text(config)
     if isinstance(config, TokensConfig):
         return _build_tokens(config)
+    if isinstance(config, StoreConfig):
+        return build_store_splits(config)
     if isinstance(config, SyntheticConfig):
         return _build_synthetic(config, seed)
     if isinstance(config, DigitsConfig):
         found = read_digits()
         return _cut((found.images,), found.digits, config, DIGITS_SPEC, uniform_weight=1)
+    if isinstance(config, TableConfig):
+        return build_rows(config)
     return build_own(config, seed)
 
 

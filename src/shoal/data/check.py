@@ -11,14 +11,19 @@ from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
     StdlibConfig,
+    StoreConfig,
     SyntheticConfig,
+    TableConfig,
     TextConfig,
     TokensConfig,
     load_build,
 )
 from shoal.data.order import split_positions
+from shoal.data.partition.cut import NAMES
+from shoal.data.prepare import prepare_rows
 from shoal.data.sources.corpus import VOCAB, find_corpus
 from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
+from shoal.data.sources.storefile import open_store_data
 from shoal.data.sources.synthetic import describe_synthetic
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
@@ -52,6 +57,11 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         spec = DataSpec(kind="tokens", vocab=file.vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
         counts = [count_windows(len(part), config.sequence) for part in parts]
         return _summary(spec, counts, f"{file.ids.size} token ids of {file.vocab} in {config.path}")
+    if isinstance(config, StoreConfig):
+        data = open_store_data(config)
+        return _summary(
+            data.spec, data.counts, f"version {data.reader.version} of {config.path}, {len(data.reader)} rows"
+        )
     if isinstance(config, SyntheticConfig):
         parts = split_positions(config.samples, config.validation, config.test)
         return _summary(
@@ -61,6 +71,9 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         require_digits()
         parts = split_positions(NUM_DIGITS, config.validation, config.test)
         return _summary(DIGITS_SPEC, _lengths(parts), f"{NUM_DIGITS} images of digits")
+    if isinstance(config, TableConfig):
+        found = prepare_rows(config)
+        return _summary(found.spec, [len(found.splits[name]) for name in NAMES], "; ".join(found.lines))
     load_build(config)
     return DataSummary(spec=None, train=None, validation=None, test=None, description=f"your own, by {config.build}")
 

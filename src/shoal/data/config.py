@@ -7,6 +7,10 @@ from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
+from shoal.data.labels import LabelsConfig
+from shoal.data.partition.config import CutConfig
+from shoal.data.tiers.config import CacheConfig
+from shoal.data.transform.config import StepConfig
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -17,6 +21,16 @@ class _Loaded(Config):
     """Share of the data held out for validation."""
     test: Share = 0.05
     """Share of the data held out for the final test."""
+    order: Literal["full", "window", "time"] = "full"
+    """How an epoch is shuffled: full: all samples; window: the samples of some blocks, then of the next ones, so that each block
+    is fetched once; time: not at all, the samples as they lie."""
+    window: Count | None = None
+    """With order = "window": blocks of a window. Five for every sample of a global batch mix well."""
+    replay: Share = 0.0
+    """Share of an epoch's samples that were met before and come again, evenly between the others; then train.steps
+    says the length."""
+    replay_last: Count | None = None
+    """With replay: draw from so many samples before; from all that were met when left out."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -24,6 +38,15 @@ class _Loaded(Config):
 
     @model_validator(mode="after")
     def _leave_some_for_training(self) -> Self:
+        if self.replay_last is not None and not self.replay:
+            raise ValueError("replay_last is for replay, and replay is 0; leave replay_last out")
+        if (self.window is not None) != (self.order == "window"):
+            fix = (
+                "give data.window, the blocks that are mixed (five for every sample of train.global_batch)"
+                if self.window is None
+                else "leave window out"
+            )
+            raise ValueError(f"order is {self.order!r} and window is {self.window}; {fix}")
         if self.validation + self.test >= 1.0:
             raise ValueError(
                 f"validation {self.validation:g} + test {self.test:g} leave nothing for training; make their sum less than 1"
@@ -70,6 +93,43 @@ class TokensConfig(_Loaded):
     """Tokens per sample."""
 
 
+class StoreConfig(_Loaded):
+    """A store that ``shoal data build`` made: its rows, or windows over its token ids."""
+
+    source: Literal["store"] = "store"
+    """Which data this is."""
+    path: str
+    """The store's folder or address."""
+    version: Count | None = None
+    """Which version is read; the newest when the run starts, which its own recipe then names, when left out."""
+    split: str | None = None
+    """A split that ``shoal data split`` made; the shares ``validation`` and ``test``, in the order of rows, when left out."""
+    inputs: tuple[str, ...] = ()
+    """Columns that the model takes; all of numbers but the target when left out."""
+    target: str | None = None
+    """The column that is predicted: whole numbers are classes, others a regression."""
+    targets: tuple[str, ...] = ()
+    """Several columns that are predicted together, a regression; instead of ``target``."""
+    sequence: Count | None = None
+    """Of token ids: tokens per sample."""
+    tokens: str | None = None
+    """The column of token ids; the only one of whole numbers when left out."""
+    vocab: Count | None = None
+    """Number of token ids; one more than the highest in the store when left out."""
+    follow: bool = False
+    """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
+    cache: CacheConfig = CacheConfig()
+    """What is kept near of a store that is not on this machine."""
+    load: Literal["whole", "blocks", "index"] = "index"
+    """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
+
+    @model_validator(mode="after")
+    def _say_one_target(self) -> Self:
+        if self.target is not None and self.targets:
+            raise ValueError("target and targets both say what is predicted; leave one of them out")
+        return self
+
+
 class SyntheticConfig(_Loaded):
     """Data made from the seed, for tests, proofs and measurements; each kind can be learned."""
 
@@ -103,6 +163,49 @@ class DigitsConfig(_Loaded):
     """Share of the data held out for the final test."""
 
 
+class TableConfig(_Loaded):
+    """Rows of files: CSV, JSON lines, Parquet and Hive folders, Arrow, WebDataset, images, text, tokens."""
+
+    source: Literal["table"]
+    """Which data this is."""
+    path: str
+    """A file, a folder, a pattern with ``*``, or an address such as s3://bucket/folder."""
+    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "images", "text", "tokens"] | None = None
+    """Of the files; by their names when left out."""
+    pattern: str | None = None
+    """Which files of a folder."""
+    where: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Values of ``key=value`` folders; the others are not opened."""
+    inputs: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
+    """Columns of the model's one input; or a table from names of inputs to columns, for a model that takes keywords."""
+    target: str | tuple[str, ...] | None = None
+    """What is predicted: texts and whole numbers are labels, other numbers a regression of one or several columns."""
+    types: dict[str, str] = Field(default_factory=dict)
+    """Types of columns that a look at the first rows gets wrong: bool, int, float, i4, f4, text, time, list:f4."""
+    missing: tuple[str, ...] = ("",)
+    """Texts of a CSV file that stand for a missing value."""
+    delimiter: str | None = None
+    """Between fields of a CSV file."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Type of raw token ids."""
+    sequence: Count | None = None
+    """Token ids of one row."""
+    rejects: str | None = None
+    """A file for rows that do not fit; without it the first one is an error."""
+    load: Literal["whole"] = "whole"
+    """whole: all rows are in memory."""
+    cut: CutConfig = CutConfig()
+    """How rows are divided into training, validation and test."""
+    prepare: tuple[StepConfig, ...] = ()
+    """Steps that are fitted on the training rows and applied to all."""
+    labels: LabelsConfig = LabelsConfig()
+    """The one vocabulary of labels."""
+    fitted: str | None = None
+    """A folder with the fitted steps of a run, which are then not fitted again; a run writes its own here."""
+    fitted_digest: str | None = None
+    """What the fitted steps must be; a run writes it."""
+
+
 class OwnDataConfig(_Loaded):
     """The user's own map-style ``torch.utils.data.Dataset``."""
 
@@ -133,11 +236,33 @@ class OwnDataConfig(_Loaded):
         if self.sampler is not None and (self.pack is not None or not self.shuffle):
             other = "pack" if self.pack is not None else "shuffle = false"
             raise ValueError(f"sampler says the order of samples and does not go with {other}; leave one of them out")
+        if self.order != "full" and (self.sampler is not None or not self.shuffle):
+            other = "sampler" if self.sampler is not None else "shuffle = false"
+            raise ValueError(f"order = {self.order!r} and {other} both say the order of samples; leave one of them out")
         return self
 
 
-AnyDataConfig = StdlibConfig | TextConfig | TokensConfig | SyntheticConfig | DigitsConfig | OwnDataConfig
-DataConfig = tagged(StdlibConfig, TextConfig, TokensConfig, SyntheticConfig, DigitsConfig, OwnDataConfig, key="source")
+AnyDataConfig = (
+    StdlibConfig
+    | TextConfig
+    | TokensConfig
+    | StoreConfig
+    | SyntheticConfig
+    | DigitsConfig
+    | TableConfig
+    | OwnDataConfig
+)
+DataConfig = tagged(
+    StdlibConfig,
+    TextConfig,
+    TokensConfig,
+    StoreConfig,
+    SyntheticConfig,
+    DigitsConfig,
+    TableConfig,
+    OwnDataConfig,
+    key="source",
+)
 
 
 def load_collate(config: OwnDataConfig) -> Callable[..., Any] | None:

@@ -7,7 +7,7 @@ Two arguments of torch's have no place here: ``batch_size``, because ``global_ba
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.errors import RequestError
 
@@ -22,6 +22,15 @@ class LoaderOptions:
 
     shuffle: bool | None = None
     """Another order in every epoch, drawn by the seed. True when left out, except with a sampler and for iterable datasets."""
+    order: Literal["full", "window", "time"] = "full"
+    """How an epoch is shuffled: all samples (full), the samples of ``window`` blocks of the data, window after window, so that
+    each block is fetched once (window), or not at all, as the samples lie (time)."""
+    window: int | None = None
+    """With ``order="window"``: blocks of a window. Five for every sample of a global batch mix well."""
+    replay: float = 0.0
+    """Share of an epoch's samples that were met before and come again, evenly between the others; these come once each."""
+    replay_last: int | None = None
+    """With ``replay``: draw from so many samples before; from all that were met when left out."""
     drop_last: bool = False
     """Leave out the last batch of an epoch where it is short."""
     sampler: Any = None
@@ -72,6 +81,24 @@ class LoaderOptions:
             )
         if self.batch_sampler is not None and self.max_tokens is not None:
             raise RequestError("batch_sampler and max_tokens both say what a batch is; leave one of them out")
+        if self.order != "full" and (orders or self.shuffle is False):
+            other = orders[0] if orders else "shuffle=False"
+            raise RequestError(f"order={self.order!r} and {other} both say the order of samples; leave one of them out")
+        if self.replay and orders:
+            raise RequestError(
+                f"replay is for samples that come once each, and {orders[0]} draws others; leave one of them out"
+            )
+        if self.replay_last is not None and not self.replay:
+            raise RequestError("replay_last is for replay, and replay is 0; leave replay_last out")
+        if not 0 <= self.replay < 1:
+            raise RequestError(f"replay is {self.replay:g}, and must be a share of 0 or more and below 1")
+        if (self.window is not None) != (self.order == "window"):
+            fix = (
+                "give window, the blocks that are mixed (five for every sample of a global batch)"
+                if self.window is None
+                else "leave window out"
+            )
+            raise RequestError(f"order is {self.order!r} and window is {self.window}; {fix}")
         if self.weights is None and (self.num_samples is not None or not self.replacement):
             raise RequestError(
                 "num_samples and replacement are for weights, and there are none; give weights, or a sampler"
@@ -82,6 +109,8 @@ class LoaderOptions:
             ("timeout", 0),
             ("max_tokens", 1),
             ("num_samples", 1),
+            ("window", 1),
+            ("replay_last", 1),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Real) or not float(value) >= least):

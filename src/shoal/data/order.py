@@ -36,6 +36,8 @@ class Position:
     offset: int = 0
     stream: str = ""
     """What an iterable dataset said of itself at this place, as JSON; empty where it says nothing, and for every other."""
+    version: int = 0
+    """Of data that grows while the run follows it: which version this epoch reads; 0 for all other data."""
 
 
 def permute(seed: int, epoch: int, num_samples: int, positions: Ids) -> Ids:
@@ -97,8 +99,8 @@ def take(position: Position, num_samples: int, global_batch: int) -> tuple[slice
     start = position.offset
     stop = min(start + global_batch, num_samples)
     if stop == num_samples:
-        return slice(start, stop), Position(epoch=position.epoch + 1)
-    return slice(start, stop), Position(epoch=position.epoch, offset=stop)
+        return slice(start, stop), Position(epoch=position.epoch + 1, version=position.version)
+    return slice(start, stop), Position(epoch=position.epoch, offset=stop, version=position.version)
 
 
 def position_of(step: int, num_samples: int, global_batch: int) -> Position:

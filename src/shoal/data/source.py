@@ -69,6 +69,13 @@ class Streamed(Source, Protocol):
         """Samples that were read, as one batch; ``numbers`` are their places in the epoch."""
 
 
+class Watched(Protocol):
+    """Files under a run."""
+
+    def find_damage(self) -> str | None:
+        """What was done to one of them since they were opened, with its name; None where samples are as they were."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Splits:
     """Train, validation and test; a split whose share is 0 has no sample."""
@@ -79,3 +86,5 @@ class Splits:
     spec: DataSpec
     file: WatchedFile | None = None
     """Where samples are read from a file while a run trains: that file, as it was when it was opened."""
+    watched: Watched | None = None
+    """Where samples are read from several files while a run trains: what knows how they were."""

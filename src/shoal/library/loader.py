@@ -1,19 +1,22 @@
 """The loader of a script's own loop: every turn is one global step, every pass one epoch, and its place is in the checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from shoal.comm.world import World
 from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.events import Event
 from shoal.data.loading.loader import StepBatch
 from shoal.data.loading.steploader import StepLoader
 from shoal.data.options import LoaderOptions
+from shoal.data.receipt import ReceiptState
 from shoal.data.source import Source
 from shoal.data.sources.iterable import is_iterable_only
 from shoal.data.sources.own import from_dataset, stream_splits
+from shoal.engine.batches.receipt import ReceiptCounter
 from shoal.engine.resolve import ResolvedPlan
 
 _ELSEWHERE = {
@@ -107,6 +110,10 @@ class RunLoader(StepLoader):
         super().__init__(dataset, global_batch=global_batch, seed=seed, options=options, world=world)
         islands = resolved.plan.islands
         replica, count = place
+        self._handed: StepBatch | None = None
+        """The last batch that was handed out, while the script has not trained on it."""
+        self.receipt = ReceiptCounter(self.source, world=world, replica=replica, seed=seed, options=options)
+        """Whether every epoch is every sample once."""
         self.place(replica=replica, num_replicas=count, micro_batch=resolved.micro_batch, num_islands=islands)
 
     @property
@@ -114,6 +121,50 @@ class RunLoader(StepLoader):
         """Epochs that are done; in the middle of one, its number from 0."""
         self._begin()
         return self.position.epoch
+
+    def next(self) -> StepBatch:
+        """See ``StepLoader.next``."""
+        if self._handed is not None:
+            self.receipt.give_up("the script left a batch out that its loader gave it")
+        self._handed = super().next()
+        return self._handed
+
+    def count(self, batch: StepBatch, report: Callable[[Event], None]) -> None:
+        """The script has trained on a batch; one of another loader, or one that was counted, is left alone.
+
+        All ranks call it together.
+
+        Args:
+            batch: that a pass was made over.
+            report: told of the receipt at the end of an epoch.
+
+        Raises:
+            RunError: an epoch ends with it, and was not every sample once.
+        """
+        if batch is not self._handed:
+            return
+        self._handed = None
+        self.receipt.report = report
+        self.receipt.before_step(batch)
+        self.receipt.after_step(batch)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What ``state_dict`` says, and the receipt of the epoch so far. All ranks call it together."""
+        receipt = self.receipt.agree()
+        if receipt is not None and self._handed is not None:
+            receipt = replace(receipt, reason="the run was saved between reading a batch and training on it")
+        return self.state_dict() | ({} if receipt is None else {"receipt": receipt.as_values()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``StepLoader.load_state_dict``."""
+        super().load_state_dict(state)
+        kept = state.get("receipt")
+        try:
+            known = None if kept is None else ReceiptState.from_values(kept)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"the receipt in the loader's state is none: {error}") from error
+        self._handed = None
+        self.receipt.take_up(known, self.position)
 
     def __iter__(self) -> Iterator[StepBatch]:
         """The rest of this epoch, or less where the run is asked to stop."""

@@ -326,6 +326,7 @@ class Run(SavedRun):
         self.metrics = dict(own.engine.metrics)
         own.last_loss, own.last_norm = loss, None
         self._batch = batch
+        self._count(batch)
         if self._first_loss is None:
             self._first_loss = loss
         return own, loss
@@ -359,8 +360,7 @@ class Run(SavedRun):
         else:
             self._reporter.warn(own.leave_out(self._num_steps + 1, f"loss {loss}, norm of the gradient {norm}"))
         self._leave()
-        metrics = own.engine.metrics
-        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=metrics)
+        return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=self.metrics)
 
     def _after_update(self, own: ModelSetup) -> None:
         """An optimizer of this run was stepped."""

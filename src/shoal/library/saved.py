@@ -12,6 +12,7 @@ from torch import nn
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Logged
+from shoal.data.loading.loader import StepBatch
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.exchanged import summarise_exchange
 from shoal.engine.objective import describe_value
@@ -252,11 +253,16 @@ class SavedRun(RunProcess):
             )
         return self._checkpoints
 
+    def _count(self, batch: StepBatch) -> None:
+        """The run has trained on a batch. All ranks call it together."""
+        for loader in self._loaders:
+            loader.count(batch, self._reporter.event)
+
     def _values(self) -> dict[str, Any]:
         """What a checkpoint keeps of this run beside tensors."""
         return {
             "setups": [export_setup(own) for own in self._setups],
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": [loader.state_to_save() for loader in self._loaders],
             "first_loss": self._first_loss,
             "samples": self._samples,
         }

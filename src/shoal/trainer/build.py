@@ -20,6 +20,7 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.data.batchform import ModelInputs
 from shoal.data.build import build_splits
+from shoal.data.fitted import with_fitted
 from shoal.data.source import Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.callbacks.build import build_callbacks
@@ -226,6 +227,7 @@ def load_run(run_dir: str | PathLike[str]) -> LoadedRun:
         raise RequestError(f"{run_dir} is not a run directory: it has no recipe.toml")
     check_inside(run)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    recipe = recipe.model_copy(update={"data": with_fitted(recipe.data, run.root)})
     found = newest_whole(run.checkpoints)
     if found.path is None:
         refused = "; ".join(f"{path.name}: {reason}" for path, reason in found.refused)

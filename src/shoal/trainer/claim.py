@@ -11,6 +11,9 @@ from shoal.core.config import read_toml, validate
 from shoal.core.errors import RequestError, offer
 from shoal.core.plan import Plan
 from shoal.core.rundir import Readers, RunDir, make_run_dir, replace_text
+from shoal.data.config import StoreConfig
+from shoal.data.fitted import keep_fitted
+from shoal.data.sources.storefile import pin_version
 from shoal.engine.resolve import RunSetup
 from shoal.launch.runlock import read_holder, release_lock, take_lock
 from shoal.trainer.config import Recipe, dump_recipe
@@ -41,8 +44,11 @@ _MAY_CHANGE = (
     "callbacks",
     "train.early_stop",
     "elastic",
+    "data.load",
     "data.prefetch",
     "data.workers",
+    "data.fitted",
+    "data.fitted_digest",
 )
 
 
@@ -135,6 +141,27 @@ def check_inside(run: RunDir) -> None:
         if path.exists() and not is_right:
             kind = "folder" if path in folders else "file"
             raise RequestError(f"{path} is not a {kind}; remove it, or use another --run-dir")
+
+
+def pin_data(recipe: Recipe, run: RunDir | None) -> Recipe:
+    """The recipe with the version that its store has for this run, as the run's own recipe will name it.
+
+    A run reads the version that was the newest when it began, for as long as it goes on.
+
+    Args:
+        recipe: as it was asked for.
+        run: the run that goes on; None for one that begins.
+
+    Raises:
+        RequestError: there is no store.
+    """
+    if not isinstance(recipe.data, StoreConfig) or recipe.data.version is not None:
+        return recipe
+    before = None if run is None or not run.recipe.exists() else _read_recipe(run).data
+    data = recipe.data
+    if isinstance(before, StoreConfig) and before.path == data.path and not recipe.checkpoint.other_data:
+        data = data.model_copy(update={"version": before.version})
+    return recipe.model_copy(update={"data": pin_version(data)})
 
 
 def list_differences(run: RunDir, recipe: Recipe) -> list[str]:
@@ -232,7 +259,9 @@ class Claim:
         written = (self.run.recipe, self.run.plan, self.run.summary)
         self._before = {path: path.read_bytes() for path in written if path.exists()}
         values = {"plan": str(plan), **plan.as_dict(), **(setup.as_dict() if setup is not None else {})}
-        replace_text(self.run.recipe, dump_recipe(recipe))
+        replace_text(
+            self.run.recipe, dump_recipe(recipe.model_copy(update={"data": keep_fitted(recipe.data, self.run.root)}))
+        )
         replace_text(self.run.plan, json.dumps(values, indent=2) + "\n")
         self.run.summary.unlink(missing_ok=True)
 

@@ -99,6 +99,14 @@ def _policy_of(prepared: Prepared) -> Callable[[Sequence[str]], HostMembership] 
     return lambda hosts: build_membership(elastic, elastic, plan, hosts=hosts)
 
 
+def _tell_end(outcome: Outcome, cause: str, *, can_resume: bool, debug: bool) -> None:
+    if outcome.status == "failed" and outcome.culprit is not None:
+        print(f"error: {describe(outcome.culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
+    else:
+        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
+        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+
+
 def _shared_model(prepared: Prepared, threads: int) -> list[str]:
     """What is called once for all ranks of a host, with its arguments."""
     data = json.dumps(asdict(prepared.spec))
@@ -126,6 +134,19 @@ def _cause_of(outcome: Outcome) -> str:
     return "it was stopped before its first step"
 
 
+def _num_ranks(prepared: Prepared) -> int:
+    return ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
+
+
+def _host_rules(prepared: Prepared) -> dict[str, Any]:
+    """What a request says of several hosts."""
+    return {
+        "takes_hosts": prepared.recipe.elastic.starts_more,
+        "why_shared": _why_shared(prepared),
+        "survives_hosts": prepared.setup.plan.ps > 0,
+    }
+
+
 def supervise_ranks(
     prepared: Prepared,
     before: dict[str, Any] | None,
@@ -148,8 +169,7 @@ def supervise_ranks(
         module: what a rank is; with parameter servers on several hosts, the process of a role.
     """
     started = time.time()
-    run_dir, plan = prepared.run_dir, str(prepared.setup.plan)
-    world_size = ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
+    run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), _num_ranks(prepared)
     threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
         f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {prepared.setup.total_steps} steps, "
@@ -170,9 +190,7 @@ def supervise_ranks(
             threads=threads,
             config=prepared.recipe.elastic,
             build_policy=_policy_of(prepared),
-            why_shared=_why_shared(prepared),
-            survives_hosts=prepared.setup.plan.ps > 0,
-            takes_hosts=prepared.recipe.elastic.starts_more,
+            **_host_rules(prepared),
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
         )
     )
@@ -202,9 +220,5 @@ def supervise_ranks(
     # What ended the run may be that there is nowhere to write.
     with contextlib.suppress(RunError):
         write_summary(run_dir, summary)
-    if outcome.status == "failed" and culprit is not None:
-        print(f"error: {describe(culprit, debug=debug, can_resume=can_resume)}", file=sys.stderr)
-    else:
-        kept = "the newest checkpoint is older than the stop" if can_resume else "there is no checkpoint"
-        print(f"stopped: {cause}; {kept}", file=sys.stderr)
+    _tell_end(outcome, cause, can_resume=can_resume, debug=debug)
     return Ended(exit_code=outcome.exit_code, summary=summary, was_orderly=False)

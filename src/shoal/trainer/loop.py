@@ -1,7 +1,6 @@
 """The training loop, as a generator: ``for info in trainer.training_steps(): ...`` and do what you like between steps.
 
-A ``Trainer`` takes a plain module, a loss and data, and runs them as its plan says on as many processes as its launcher
-started. Recipes build one through ``trainer/build.py``; a script can build one directly and needs no recipe.
+A ``Trainer`` runs a plain module on as many processes as its launcher started; recipes build one in ``trainer/build.py``.
 """
 
 import math
@@ -28,9 +27,10 @@ from shoal.data.loading.loader import StepBatch
 from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.async_pipeline import AsyncPipeline, nonfinite_error
+from shoal.engine.batches.growing import DataVersions
 from shoal.engine.batches.loading import RoundBatches
 from shoal.engine.batches.schedule import batch_at
-from shoal.engine.callbacks.build import early_stopping
+from shoal.engine.callbacks.build import cache_reports, early_stopping
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
@@ -59,7 +59,7 @@ from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.persist import Persistence
-from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback
+from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
 from shoal.trainer.samedata import SameData
 from shoal.trainer.setbacks import Setbacks
 from shoal.trainer.steprate import StepRate, build_adapt, window_rates
@@ -108,8 +108,7 @@ class Trainer:
         self.settings = Settings.of(train, scaled(optim, train.global_batch), parallel, pipeline, replicas, compression)
         self.eval_config, self.data = evaluation or EvalConfig(), data
         self.metrics = [*build_metrics(self.eval_config.metrics), *metrics]
-        deadline = (elastic or ProcessConfig()).collective_deadline
-        telemetry = telemetry or TelemetryConfig()
+        deadline, telemetry = (elastic or ProcessConfig()).collective_deadline, telemetry or TelemetryConfig()
         self.prefetch, self.workers, self.memory_every = prefetch, workers, telemetry.memory_every
         self.world = world or join_world(
             read_place(os.environ if environment is None else environment), deadline_seconds=deadline
@@ -132,11 +131,15 @@ class Trainer:
                 self.reporter.warn(warning)
             self.adapt, self.growth = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
-            self.engine = self._lay_out(model, loss, hooks, rank_status, stop)
+            self.engine = self._lay_out(
+                model, loss, hooks + cache_reports(data.train, self.reporter), rank_status, stop
+            )
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
             self.progress = signed(Progress(position=Position(), loss_scale=first_scale), self.engine.asynchronous)
+            self.receipt = self.persistence.open_receipt(data.train, lambda: self.boundaries.is_kept)
+            self.versions = DataVersions(data.train, self.world, self.receipt, self.reporter.event)
             # By replica, not by rank: the ranks that share a replica must draw alike.
             seed_process(train.seed, rank=self.mesh.replica)
             if not recovers:  # Or whoever builds it gives it the state to go on from.
@@ -185,15 +188,8 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one. All ranks call it together."""
         restored = self.persistence.restore(self._state_at, self.engine.state_to_load)
         if restored is not None:
-            self.reporter.tell(*filter(None, [self.engine.restored()]))
-            # A synchronous pipeline has no history of versions that a later one could go on with.
-            plain = replace(restored.progress, async_signature="", async_start=0)
-            self.progress = signed(plain, self.engine.asynchronous)
-            if (pipeline := self.engine.asynchronous) is not None and pipeline.start == self.progress.step > 0:
-                self.reporter.tell(
-                    f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at "
-                    f"step {self.progress.step}, as at the start of a run"
-                )
+            self.progress, said = went_on(restored.progress, self.engine.asynchronous)
+            self.reporter.tell(*filter(None, [self.engine.restored(), said]))
             self.reporter.tell(f"going on from step {restored.progress.step}, {restored.path}")
             self.recall()
         else:
@@ -202,6 +198,8 @@ class Trainer:
     def recall(self) -> None:
         """Give hooks back what the checkpoint kept of them, and heed what they ask for then."""
         self.engine.hooks.load_state(self.progress.callbacks)
+        self.versions.go_on(self.progress.position)
+        self.reporter.warn(*filter(None, [self.receipt.take_up(self.progress.receipt, self.progress.position)]))
         self._heed()
 
     def _heed(self) -> None:
@@ -253,6 +251,9 @@ class Trainer:
             if (was_taken := self.boundaries.unsettled) is not None:
                 self._after_step(self.progress.step, is_taken=was_taken)
             while self.progress.step < self.total_steps and self.stopped_by is None:
+                if (grown := self.versions.look(self.progress.position)) is not None:
+                    self.progress = replace(self.progress, position=grown)
+                    loader.move(grown)
                 if deadline is not None and self.world.is_first and time.monotonic() > deadline:
                     self.request_stop("time_limit")
                 if self.engine.asynchronous is None:
@@ -325,9 +326,9 @@ class Trainer:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
         limit = loss_limit(recovery, self.settings.train)
-        lr = StepRate(
-            self.settings, self.progress, self.total_steps, self.adapt, self.growth(self.batch, self.optimizer)
-        )
+        growth = self.growth(self.batch, self.optimizer)
+        lr = StepRate(self.settings, self.progress, self.total_steps, self.adapt, growth)
+        self.receipt.before_step(batch)
         result = self.engine.train_step(batch, step=step, lr=lr, loss_scale=scale, loss_limit=limit)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
@@ -364,6 +365,7 @@ class Trainer:
                     result, step=step + place + 1, plan=self.plan, fallback=self.persistence.fall_back()
                 )
             lr = rates[(place + 1) * updates - 1]
+            self.receipt.before_step(batch)
             done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
             self.reporter.step(done)
             self._after_step(done.step, is_taken=result.is_taken)
@@ -384,9 +386,8 @@ class Trainer:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
         scale = before.loss_scale
-        self.progress = before.after(
-            loss=result.loss, is_taken=result.is_taken, position=batch.position, tokens=tokens, seconds=seconds
-        )
+        receipt = self.receipt.after_step(batch)
+        self.progress = before.after(result, position=batch.position, tokens=tokens, seconds=seconds, receipt=receipt)
         if self.engine.precision.scales_loss:
             self.progress = replace(self.progress, loss_scale=scale.after_step(result.is_finite))
         return StepDone(
@@ -419,16 +420,15 @@ class Trainer:
             self._compare_replicas()
         if self._wants_evaluation(step):
             self._evaluate_validation()
-        if self.engine.requests.take_save() and not self.persistence.is_due(step):
+        if (is_asked := self.engine.requests.take_save()) and not self.persistence.is_due(step):
             self._compare_replicas()
-            self._save()
-        if self.persistence.is_due(step):
+        if is_asked or self.persistence.is_due(step):
             self._save()
         self.boundaries.note(self.progress, self.engine.hooks.state)
 
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
-        self.progress = replace(self.progress, callbacks=self.engine.hooks.state())
+        self.progress = replace(self.progress, callbacks=self.engine.hooks.state(), receipt=self.receipt.agree())
         if self.persistence.save(self.engine.state_to_save(self.progress.step), self.progress):
             for hook in self.engine.hooks:
                 hook.on_save(self.progress.step)

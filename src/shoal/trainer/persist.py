@@ -17,11 +17,13 @@ from shoal.checkpoint.saver import Saver, open_saver, warn_if_short
 from shoal.checkpoint.whole import committed_names
 from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RequestError, RunError, ShoalError
-from shoal.core.events import CheckpointFailed, CheckpointRefused, Event
+from shoal.core.events import CheckpointFailed, CheckpointRefused, Event, ReaderSlow
 from shoal.core.rundir import RunDir
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.order import Position
+from shoal.data.source import Source
 from shoal.data.streams.shards import gather_position
+from shoal.engine.batches.receipt import ReceiptCounter
 from shoal.engine.hooks import without_missing
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import (
@@ -88,6 +90,26 @@ class Persistence:
                 settle=reporter.flush,
                 storage=opened.storage,
             )
+
+    def open_receipt(self, source: Source, each_step: Callable[[], bool]) -> ReceiptCounter:
+        """What counts the samples of an epoch, of which checkpoints keep the sum so far."""
+        return ReceiptCounter(
+            source,
+            world=self.world,
+            replica=self.replica,
+            seed=self.seed,
+            each_step=each_step,
+            report=self._report_receipt,
+        )
+
+    def _report_receipt(self, event: Event) -> None:
+        self.reporter.event(event)
+        if isinstance(event, ReaderSlow):
+            self.reporter.warn(
+                f"rank {event.slow_rank} took {event.load_seconds:.2f} s to load {event.steps} steps of {event.source}, the "
+                f"others {event.usual_seconds:.2f} s: they wait for it; look at its disk, its link and its processors"
+            )
+        self.reporter.flush()  # There is one in an epoch, and a rank that is killed next must not take it along.
 
     def _report(self, event: Event) -> None:
         self.reporter.event(event)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from shoal.core.errors import RunError
 from shoal.data.order import Position
+from shoal.data.receipt import ReceiptState
 from shoal.engine.config import TrainConfig
 from shoal.optim.precision import LossScale
 from shoal.optim.rates import PlateauState
@@ -21,7 +22,7 @@ from shoal.optim.rates import PlateauState
 _MAX_COUNT = 2**62
 _FORMER_KEYS = {"stream": "async_signature", "stream_start": "async_start"}
 """Of checkpoints that were written before these fields had their present names."""
-_RARE = ("validation_metrics", "callbacks")
+_RARE = ("validation_metrics", "callbacks", "receipt")
 WINDOW = 16
 """Losses of taken steps that a loss is compared with."""
 LEAST = 4
@@ -44,6 +45,18 @@ class Validation(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]:
         """Others by name."""
+
+
+class Outcome(Protocol):
+    """What came out of a step."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the global batch."""
+
+    @property
+    def is_taken(self) -> bool:
+        """The weights were updated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +97,29 @@ class Progress:
     """By name: those of ``eval.metrics``, and those of averaged weights."""
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     """What hooks remember, by their names; filled in when it is saved."""
+    receipt: ReceiptState | None = None
+    """What all ranks have trained on in this epoch, as of the last time when they counted together; None without a receipt."""
 
-    def after(self, *, loss: float, is_taken: bool, position: Position, tokens: int, seconds: float) -> "Progress":
+    def after(
+        self,
+        result: Outcome,
+        *,
+        position: Position,
+        tokens: int,
+        seconds: float,
+        receipt: ReceiptState | None = None,
+    ) -> "Progress":
         """One step further."""
         return replace(
             self,
             step=self.step + 1,
             position=position,
-            first_loss=loss if self.first_loss is None else self.first_loss,
-            last_loss=loss,
+            first_loss=result.loss if self.first_loss is None else self.first_loss,
+            last_loss=result.loss,
             tokens=self.tokens + tokens,
-            skipped=self.skipped + (not is_taken),
+            skipped=self.skipped + (not result.is_taken),
             trained_seconds=self.trained_seconds + seconds,
+            receipt=receipt,
         )
 
     def validated(self, found: Validation | None) -> "Progress":
@@ -112,8 +136,11 @@ class Progress:
     def as_values(self) -> dict[str, Any]:
         """JSON for the manifest; what few runs have is left out where there is nothing of it."""
         values = asdict(self)
+        values["receipt"] = None if self.receipt is None else self.receipt.as_values()
         if not self.position.stream:
             del values["position"]["stream"]
+        if not self.position.version:
+            del values["position"]["version"]
         return {key: value for key, value in values.items() if value or key not in _RARE}
 
     @classmethod
@@ -126,6 +153,7 @@ class Progress:
         try:
             plain: dict[str, Any] = {_FORMER_KEYS.get(str(key), str(key)): value for key, value in dict(values).items()}
             recovery = dict(plain.pop("recovery", {}))
+            receipt = plain.pop("receipt", None)
             progress = cls(
                 position=Position(**plain.pop("position")),
                 loss_scale=LossScale(**plain.pop("loss_scale")),
@@ -133,6 +161,7 @@ class Progress:
                 recovery=Recovery(**{**recovery, "losses": tuple(recovery.get("losses", ()))}),
                 validation_metrics=dict(plain.pop("validation_metrics", {})),
                 callbacks=dict(plain.pop("callbacks", {})),
+                receipt=None if receipt is None else ReceiptState.from_values(receipt),
                 **plain,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -163,6 +192,18 @@ def signed(progress: Progress, pipeline: AsyncHistory | None) -> Progress:
     return replace(progress, async_signature=pipeline.signature, async_start=pipeline.start)
 
 
+def went_on(progress: Progress, pipeline: AsyncHistory | None) -> tuple[Progress, str | None]:
+    """The progress of a checkpoint as that of a run which goes on from it, and what to tell the user, if anything."""
+    # A synchronous pipeline has no history of versions that a later one could go on with.
+    found = signed(replace(progress, async_signature="", async_start=0), pipeline)
+    if pipeline is None or not pipeline.start == found.step > 0:
+        return found, None
+    return found, (
+        f"the checkpoint has no versions of weights for {pipeline.signature}: a new history begins at step {found.step}, as at "
+        "the start of a run"
+    )
+
+
 def _impossible(progress: Progress) -> tuple[str, Any] | None:
     """The first field whose value no run can have."""
     scale, plateau, recovery = progress.loss_scale, progress.plateau, progress.recovery
@@ -173,6 +214,7 @@ def _impossible(progress: Progress) -> tuple[str, Any] | None:
         "async_start": progress.async_start,
         "position.epoch": progress.position.epoch,
         "position.offset": progress.position.offset,
+        "position.version": progress.position.version,
         "loss_scale.good_steps": scale.good_steps,
         "plateau.num_worse": plateau.num_worse,
         "recovery.left_out": recovery.left_out,

@@ -47,7 +47,15 @@ from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
 from shoal.telemetry.tensorboard import wants_curves
-from shoal.trainer.claim import check_claim, choose_run_dir, ends_alike, list_gentler, read_plan, require_run_dir
+from shoal.trainer.claim import (
+    check_claim,
+    choose_run_dir,
+    ends_alike,
+    list_gentler,
+    pin_data,
+    read_plan,
+    require_run_dir,
+)
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.elastic.limits import refuse_elastic
 
@@ -125,6 +133,7 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
         require_run_dir(run_dir)
     if request.resume:
         refuse_only_aside(RunDir(run_dir).checkpoints, parts=recipe.checkpoint.place == "hosts")
+    recipe = pin_data(recipe, RunDir(run_dir) if request.resume else None)
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, resolved, run_dir=run_dir, resume=request.resume, own=own, tries=True)
     is_own = isinstance(recipe.data, OwnDataConfig)

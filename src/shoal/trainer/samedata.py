@@ -49,14 +49,16 @@ class SameData:
         self._was_replaced = False
 
     def check_file(self, warn: Callable[[str], None]) -> None:
-        """See that the file which samples are read from is still what it was.
+        """See that what samples are read from is still what it was.
 
         Args:
             warn: told of a file that others have put in its place, which this run does not read.
 
         Raises:
-            RunError: it was written to.
+            RunError: it was written to, or a file of a store was deleted.
         """
+        if self._data.watched is not None and (damage := self._data.watched.find_damage()) is not None:
+            raise RunError(f"{damage}; {_UNSAVED}")
         if self._file is None or self._was_replaced:
             return
         change, file = self._file.find_change(), self._file

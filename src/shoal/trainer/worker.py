@@ -24,6 +24,7 @@ from shoal.comm.world import join_world
 from shoal.core.config import read_toml, validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, EXIT_WRONG_REQUEST, RequestError, RunError
 from shoal.core.rundir import RunDir, withhold
+from shoal.data.fitted import with_fitted
 from shoal.engine.exchanged import summarise_exchange
 from shoal.engine.resolve import default_threads
 from shoal.engine.stop import StopRequest
@@ -65,6 +66,7 @@ def run_rank(
     stop = hear_stop_signals(listen_to_ctrl_c="SHOAL_SUPERVISOR_PID" not in environment)
     run = RunDir(run_dir)
     recipe = validate(Recipe, read_toml(run.recipe), origin=str(run.recipe))
+    recipe = recipe.model_copy(update={"data": with_fitted(recipe.data, run.root)})
     setup = read_setup(run_dir)
     withhold(recipe.run.readable_by)
     place = read_place(environment)
@@ -178,6 +180,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         "steps": progress.step,
         "skipped_steps": progress.skipped,
         "rollbacks": progress.recovery.rollbacks,
+        "epochs_proved": 0 if progress.receipt is None else progress.receipt.proved,
         "first_loss": progress.first_loss,
         "final_loss": progress.last_loss,
         "validation_loss": progress.validation_loss,

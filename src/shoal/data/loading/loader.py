@@ -24,7 +24,9 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.batchform import BatchForm, ModelInputs, Targets, map_targets
-from shoal.data.loading.parts import Share, StreamPlan, build_order, options_of, order_parts, shard_plan
+from shoal.data.loading.parts import Part, Share, StreamPlan, build_order, options_of, order_parts, shard_plan
+from shoal.data.loading.planning import plan_ahead
+from shoal.data.loading.readers import Readers
 from shoal.data.loading.workers import LoaderProcesses, WorkerOptions
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Position
@@ -87,6 +89,8 @@ class StepBatch:
     """Samples of this replica's island: all of them, where the run is one."""
     num_microbatches: int | None = None
     """Of every replica in this step, where the batch is not short; None where the plan says it."""
+    load_seconds: float = 0.0
+    """That loading this replica's part took, whether or not anybody waited for it."""
     later: tuple["StepBatch | None", ...] = ()
     """What this rank reads in later rounds of the step, for replicas that are absent; None in a round that leaves it nothing."""
 
@@ -193,10 +197,13 @@ class Loader:
             self._workers = (
                 LoaderProcesses.of_source(source, order_parts(order, start, share), processes) if workers else None
             )
-            self._parts = order_parts(self._order(source, start, global_batch, seed), start, share)
+            self._parts = plan_ahead(
+                source, lambda part: order_parts(self._order(source, start, global_batch, seed), start, part), share
+            )
         self._prefetch = 0 if workers else prefetch
         self._num_slow = 0
         self._prefetcher: _Prefetcher | None = None
+        self._readers: Readers[Part, StepBatch] | None = None
         self._is_first = True
         self.why_read_again = getattr(source, "why_not_resumable", None) if start.offset else None
         """Why what was trained on before ``position`` had to be read again, for people; None where it had not."""
@@ -255,6 +262,8 @@ class Loader:
     def _next_own(self) -> StepBatch:
         if self._is_first and self._prefetch:
             return self._first()
+        if self._readers is not None:
+            return self._readers.next(self._deadline_s)
         if self._prefetcher is not None:
             found = self._prefetcher.next(self._deadline_s)
             if found is not None:
@@ -277,6 +286,8 @@ class Loader:
             return  # What a fork of this process ends with is not its to end.
         if self._prefetcher is not None:
             self._prefetcher.close()
+        if self._readers is not None:
+            self._readers.close()
         if self._workers is not None:
             self._workers.close()
 
@@ -294,7 +305,11 @@ class Loader:
         swaps = self._stream is not None and self._stream.draws_random_numbers is not False
         if self.draws_random_numbers or swaps or not self._is_drawn_alone():
             self._prefetch = 0
-        self._prefetcher = self._start_prefetcher() if self._prefetch else None
+        self._prefetcher = None
+        if self._prefetch and not self._is_stream and getattr(self._source, "waits_for_storage", False):
+            self._readers = Readers(self._parts, self._load, depth=self._prefetch)
+        elif self._prefetch:
+            self._prefetcher = self._start_prefetcher()
         return batch
 
     def _start_prefetcher(self) -> "_Prefetcher":
@@ -307,6 +322,7 @@ class Loader:
 
     def _next_loaded(self) -> StepBatch:
         """The next step, loaded here or by loader processes."""
+        started = time.perf_counter()
         if self._workers is not None and self._is_stream:
             part, items = self._workers.next_step()
         else:
@@ -314,6 +330,15 @@ class Loader:
             places = range(len(part.microbatches))
             load = self._workers.next if self._workers is not None else None
             items = [load() if load is not None else part.collate(self._source, place) for place in places]
+        return self._batch_of(part, items, started)
+
+    def _load(self, part: Part) -> StepBatch:
+        """A step's part as a batch; called by several threads at once."""
+        started = time.perf_counter()
+        items = [part.collate(self._source, place) for place in range(len(part.microbatches))]
+        return self._batch_of(part, items, started)
+
+    def _batch_of(self, part: Part, items: list[Items], started: float) -> StepBatch:
         if self._options.pin_memory and torch.cuda.is_available():
             items = [_pin(one) for one in items]
         loaded = [Microbatch.of(one, ids) for one, ids in zip(items, part.microbatches, strict=True)]
@@ -328,6 +353,7 @@ class Loader:
             epoch=part.epoch,
             island_samples=own,
             num_microbatches=self._share.num_microbatches,
+            load_seconds=time.perf_counter() - started,
         )
 
     def _endless(self) -> Iterator[StepBatch]:

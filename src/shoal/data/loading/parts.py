@@ -10,7 +10,9 @@ from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Ids, Position, own_microbatches, replica_share
-from shoal.data.sampling.samplers import StepOrder, build_sampling
+from shoal.data.sampling.replay import Replayed
+from shoal.data.sampling.samplers import Sampling, Sequential, Shuffled, StepOrder, build_sampling
+from shoal.data.sampling.window import Windowed
 from shoal.data.source import Items, Source, Streamed
 from shoal.data.streams.shards import ShardPlace, own_place
 from shoal.data.streams.streamreader import StreamReader
@@ -93,8 +95,16 @@ def build_order(source: Source, *, global_batch: int, seed: int, options: Loader
     if isinstance(source, Streamed):
         # In the order in which they come; whoever reads many epochs of one goes through a loader.
         options = replace(LoaderOptions(), shuffle=False, drop_last=options.drop_last)
+    sampling: Sampling = build_sampling(
+        options,
+        num_samples=len(source),
+        seed=seed,
+        blocks=getattr(source, "block_starts", None) if options.order == "window" else None,
+    )
+    if options.replay and isinstance(sampling, Shuffled | Sequential | Windowed):
+        sampling = Replayed(sampling, seed=seed, share=options.replay, last=options.replay_last)
     return StepOrder(
-        sampling=build_sampling(options, num_samples=len(source), seed=seed),
+        sampling=sampling,
         global_batch=global_batch,
         drop_last=options.drop_last,
         max_tokens=options.max_tokens,

@@ -21,6 +21,7 @@ from shoal.core.functions import call_own
 from shoal.core.seeding import derive_key
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Ids, Position, permute, uniform
+from shoal.data.sampling.window import Windowed, check_blocks, even_blocks
 from shoal.telemetry.rngstate import seeded
 
 _AHEAD = 4096
@@ -34,6 +35,13 @@ class Sampling(Protocol):
 
     def ids(self, epoch: int, taken: slice) -> Ids:
         """The ids of the samples at these positions of an epoch."""
+
+
+class OnceEach(Sampling, Protocol):
+    """An order that has every sample once in an epoch, and is known at any position by itself."""
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at any positions of an epoch, in any order."""
 
 
 class Shuffled:
@@ -60,6 +68,10 @@ class Shuffled:
             self._ids = permute(self._seed, epoch, self._num_samples, positions)
         return self._ids[taken.start - self._start : taken.stop - self._start]
 
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return permute(self._seed, epoch, self._num_samples, positions)
+
 
 @dataclass(frozen=True)
 class Sequential:
@@ -74,6 +86,10 @@ class Sequential:
     def ids(self, epoch: int, taken: slice) -> Ids:
         """See ``Sampling``."""
         return np.arange(taken.start, taken.stop, dtype=np.int64)
+
+    def at(self, epoch: int, positions: Ids) -> Ids:
+        """See ``OnceEach``."""
+        return positions
 
 
 class Weighted:
@@ -202,13 +218,14 @@ def draws_alone(sampler: Any) -> bool:
     return isinstance(sampler, Sequence) or isinstance(getattr(sampler, "generator", None), torch.Generator)
 
 
-def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int) -> Sampling:
+def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int, blocks: Ids | None = None) -> Sampling:
     """The order that options ask for.
 
     Args:
         options: of the loader.
         num_samples: of the dataset.
         seed: of the run.
+        blocks: the first sample of each block of the dataset, and ``num_samples``; even ones when left out.
 
     Raises:
         RequestError: a sampler that deals samples out to processes itself, or weights that are none.
@@ -224,6 +241,11 @@ def build_sampling(options: LoaderOptions, *, num_samples: int, seed: int) -> Sa
         )
     if options.batch_sampler is not None:
         return Sampled(options.batch_sampler, seed=seed, num_data=num_samples, is_batches=True)
+    if sampler is None and options.window is not None and num_samples:
+        starts = even_blocks(num_samples) if blocks is None else check_blocks(blocks, num_samples)
+        return Windowed(seed, starts, options.window)
+    if sampler is None and options.order == "time":
+        return Sequential(num_samples)
     if sampler is None:
         return Sequential(num_samples) if options.shuffle is False else Shuffled(seed, num_samples)
     if isinstance(sampler, DistributedSampler):
@@ -267,9 +289,9 @@ class StepOrder:
             stop = self._stop(position, count)
             if position.offset < count and not self._is_left_out(stop - position.offset):
                 ids = self.sampling.ids(position.epoch, slice(position.offset, stop))
-                after = Position(epoch=position.epoch, offset=stop)
+                after = Position(epoch=position.epoch, offset=stop, version=position.version)
                 return ids, position, self._settle(after, count)
-            position = Position(epoch=position.epoch + 1)
+            position = Position(epoch=position.epoch + 1, version=position.version)
         raise RequestError(
             f"drop_last leaves out every batch: an epoch has {count} samples and a batch takes {self.global_batch}; set "
             f"global_batch to {max(1, count)} or less, or drop_last=False"
@@ -287,7 +309,8 @@ class StepOrder:
     def _settle(self, after: Position, count: int) -> Position:
         """The beginning of the next epoch, where nothing of this one is left to take."""
         left = count - after.offset
-        return Position(epoch=after.epoch + 1) if left <= 0 or self._is_left_out(left) else after
+        is_over = left <= 0 or self._is_left_out(left)
+        return Position(epoch=after.epoch + 1, version=after.version) if is_over else after
 
     def _is_left_out(self, num_samples: int) -> bool:
         return self.drop_last and self.max_tokens is None and num_samples < self.global_batch

@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shoal.core.errors import RunError
+from shoal.data.options import LoaderOptions
 from shoal.data.source import Items, SampleIds
 from shoal.data.spec import IGNORED
 
@@ -44,6 +45,7 @@ class ArraySource:
         self, inputs: Sequence[NDArray[Any]], targets: NDArray[Any], *, rows: range, uniform_weight: int | None
     ) -> None:
         part = slice(rows.start, rows.stop)
+        self.options = LoaderOptions()
         self._inputs = tuple(array[part] for array in inputs)
         self._targets = targets[part]
         self._uniform_weight = uniform_weight
@@ -75,6 +77,7 @@ class WindowSource:
 
     def __init__(self, tokens: NDArray[Any], sequence: int, *, vocab: int) -> None:
         num_samples = max(0, (len(tokens) - 1) // sequence)
+        self.options = LoaderOptions()
         # Rows overlap by one token: the last target of a sample is the first input of the next.
         self._rows = as_strided(
             tokens,

@@ -162,13 +162,16 @@ def _hold_out(built: Any, count: int, origin: str, seed: int) -> dict[str, Any]:
 def _splits_of(built: Any, config: OwnDataConfig, origin: str, collate_fn: Collate | None, seed: int) -> Splits:
     """The splits of what the user's function returned, but for held-out streams."""
     options = LoaderOptions(
-        drop_last=config.drop_last, shuffle=None if config.shuffle else False, collate_fn=collate_fn
+        drop_last=config.drop_last,
+        shuffle=None if config.shuffle else False,
+        collate_fn=collate_fn,
     )
     named: Mapping[str, Any] = built if isinstance(built, Mapping) else {"train": built}
     if is_iterable_only(named.get("train", ())):
-        if config.pack is not None or config.sampler is not None:
+        if config.pack is not None or config.sampler is not None or config.order != "full" or config.replay:
             raise RequestError(
-                f"{origin} returned an iterable dataset, which data.pack and data.sampler cannot index; leave them out"
+                f"{origin} returned an iterable dataset, which data.pack, data.sampler, data.order and data.replay cannot index; "
+                "leave them out"
             )
         held_out = _named_parts({**named, "train": ()}, origin)
         streamed = stream_splits(named["train"], replace(options, shuffle=None), seed=seed)
@@ -236,6 +239,8 @@ def stream_splits(dataset: Any, options: LoaderOptions, *, seed: int) -> Splits:
     asked = [key for key in ("sampler", "batch_sampler", "weights", "max_tokens") if getattr(options, key) is not None]
     if options.shuffle:
         asked.append("shuffle")
+    if options.order != "full" or options.replay:
+        asked.append("order" if options.order != "full" else "replay")
     if asked:
         raise RequestError(
             f"{name} is iterable, so its samples come in its own order, and {asked[0]} asks for another; leave {asked[0]} out "

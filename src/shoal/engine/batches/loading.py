@@ -42,6 +42,12 @@ class Batches:
         self._position = found.position
         return found
 
+    def move(self, position: Position) -> None:
+        """Go on elsewhere, or in data that has changed since; what was loaded ahead is forgotten."""
+        self.loader.close()
+        self._position = position
+        self.loader = self._open()
+
     def close(self) -> None:
         """Stop loading ahead. May be called twice."""
         self.loader.close()
@@ -72,6 +78,12 @@ class RoundBatches:
         found, *later = [None if part is None else part.next() for part in self._parts]
         assert found is not None
         return replace(found, later=tuple(later)) if later else found
+
+    def move(self, position: Position) -> None:
+        """Go on elsewhere, or in data that has changed since; what was loaded ahead is forgotten."""
+        for part in self._parts:
+            if part is not None:
+                part.move(position)
 
     def close(self) -> None:
         """Stop loading ahead. May be called twice."""

@@ -5,6 +5,8 @@ from typing import assert_never
 
 from shoal.core.errors import RequestError
 from shoal.core.functions import bind_arguments, call_own, load_function
+from shoal.data.loading.planning import Plans
+from shoal.data.source import Source
 from shoal.engine.callback_config import (
     AnyCallbackConfig,
     BestCheckpointConfig,
@@ -13,9 +15,11 @@ from shoal.engine.callback_config import (
     EMAConfig,
     OwnCallbackConfig,
 )
+from shoal.engine.callbacks.cachereports import CacheReports
 from shoal.engine.callbacks.ema import EMA
 from shoal.engine.callbacks.monitor import BestCheckpoint, EarlyStopping
 from shoal.engine.hooks import Hook
+from shoal.engine.reporting import Reporter
 
 
 def build_callbacks(configs: Sequence[AnyCallbackConfig]) -> list[Hook]:
@@ -25,6 +29,11 @@ def build_callbacks(configs: Sequence[AnyCallbackConfig]) -> list[Hook]:
         RequestError: one of the user's own cannot be imported or called, or is no hook.
     """
     return [_build(config) for config in configs]
+
+
+def cache_reports(source: Source, reporter: Reporter) -> list[Hook]:
+    """The hook that says what the cache of the data has done, where there is one."""
+    return [CacheReports(source, reporter)] if isinstance(source, Plans) and source.cache_report() is not None else []
 
 
 def early_stopping(config: EarlyStopConfig | None, evaluate_every: int) -> list[Hook]:

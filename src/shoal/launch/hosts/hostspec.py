@@ -80,15 +80,15 @@ def place_ranks(hosts: Sequence[HostSlots], num_ranks: int, *, has_more: bool = 
     return tuple(HostSlots(name=host.name, slots=num_ranks // len(hosts)) for host in hosts)
 
 
-def describe_hosts(hosts: Sequence[HostSlots]) -> str:
-    """Hosts in words."""
-    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-
-
 def hosts_behind(hosts: Sequence[HostSlots], num_ranks: int) -> frozenset[str]:
     """The hosts that have none of the first so many ranks."""
     firsts = [sum(host.slots for host in hosts[:place]) for place in range(len(hosts))]
     return frozenset(host.name for host, first in zip(hosts, firsts, strict=True) if first >= num_ranks)
+
+
+def describe_hosts(hosts: Sequence[HostSlots]) -> str:
+    """Hosts in words."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _parse(text: str, where: str) -> HostSlots:

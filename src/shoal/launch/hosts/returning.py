@@ -1,7 +1,7 @@
 """Hosts that come while a run goes on: those that were lost, and those that were named and were not there at its start.
 
-The coordinator tries them again and again. One that answers passes the door that all have passed at the start (versions, the run
-directory), while the others train; then its agent is asked for ranks, which enter between two steps like any that come back.
+The coordinator tries them again and again. One that answers passes the admission that all have passed at the start (versions,
+the run directory), while the others train; then its agent is asked for ranks, which enter between two steps.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from typing import Any
 
 from shoal.core.clock import Deadline
 from shoal.core.errors import RequestError
-from shoal.launch.hosts.admission import choose_addresses, folder_problems, version_problems
+from shoal.launch.hosts.admission import choose_addresses, version_problems
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator
 from shoal.launch.hosts.messages import Enter, Entered
 
 _AGAIN_SECONDS = 5.0
-_DOOR_SECONDS = 60.0
+_ADMISSION_SECONDS = 60.0
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Attempt:
     wait: Deadline
     """Until then it is not tried."""
     new: Connection | None = None
-    door: Path | None = None
+    token_file: Path | None = None
     token: str = ""
     limit: Deadline = field(default_factory=lambda: Deadline(seconds=0.0))
     is_told: bool = False
@@ -65,7 +65,7 @@ class ReturningHosts:
                 if self._advance(attempt):
                     assert attempt.new is not None
                     found.append((attempt.old, attempt.new))
-                    self._close_door(attempt)
+                    self._forget_token(attempt)
                     del self._attempts[attempt.old.name]
             except (RequestError, OSError) as error:
                 self._put_off(attempt, str(error))
@@ -77,10 +77,9 @@ class ReturningHosts:
         if attempt is None or attempt.new is not connection:
             return False
         if isinstance(message, Entered):
-            entered = {connection.name: message}
-            problems = folder_problems(str(self._run_dir), attempt.token, entered, first=connection.name)
-            if problems:
-                self._put_off(attempt, "\n".join(problems))
+            if message.problem or message.token != attempt.token:
+                why = message.problem or "it does not share it with this machine"
+                self._put_off(attempt, f"host {connection.name}: {self._run_dir} cannot be used: {why}")
             else:
                 attempt.token = ""
         return True
@@ -102,13 +101,13 @@ class ReturningHosts:
         new.flush()
         if new.lost:
             raise RequestError(f"host {new.name}: {new.lost}")
-        if new.hello is not None and attempt.door is None:
+        if new.hello is not None and attempt.token_file is None:
             self._check(new)
-            self._open_door(attempt, new)
-        if attempt.door is not None and not attempt.token:
+            self._ask_to_enter(attempt, new)
+        if attempt.token_file is not None and not attempt.token:
             return True
         if attempt.limit.is_over:
-            doing = "did not find the run directory" if attempt.door is not None else "had no agent"
+            doing = "did not find the run directory" if attempt.token_file is not None else "had no agent"
             raise RequestError(f"host {new.name} {doing} within {attempt.limit.seconds:g} s")
         return False
 
@@ -124,17 +123,17 @@ class ReturningHosts:
         chosen = choose_addresses({**living, new.name: new.hello}, network=self._coordinator.fleet.network)
         self._coordinator.interfaces[new.name] = chosen[new.name]
 
-    def _open_door(self, attempt: _Attempt, new: Connection) -> None:
+    def _ask_to_enter(self, attempt: _Attempt, new: Connection) -> None:
         attempt.token = secrets.token_hex(16)
-        attempt.door = self._run_dir / f".door-{secrets.token_hex(4)}"
-        with attempt.door.open("x", encoding="ascii") as file:
+        attempt.token_file = self._run_dir / f".door-{secrets.token_hex(4)}"
+        with attempt.token_file.open("x", encoding="ascii") as file:
             file.write(attempt.token)
             file.flush()
             os.fsync(file.fileno())
-        attempt.limit = Deadline(seconds=_DOOR_SECONDS)
+        attempt.limit = Deadline(seconds=_ADMISSION_SECONDS)
         asked = Enter(
             run_dir=str(self._run_dir),
-            token_file=str(attempt.door),
+            token_file=str(attempt.token_file),
             lease_seconds=self._coordinator.lease_seconds,
             mode=stat.S_IMODE(os.stat(self._run_dir).st_mode),
         )
@@ -151,11 +150,11 @@ class ReturningHosts:
         if attempt.new is not None:
             self._coordinator.lose(attempt.new, why)
             attempt.new = None
-        self._close_door(attempt)
+        self._forget_token(attempt)
         attempt.token = ""
 
-    def _close_door(self, attempt: _Attempt) -> None:
-        if attempt.door is not None:
+    def _forget_token(self, attempt: _Attempt) -> None:
+        if attempt.token_file is not None:
             with contextlib.suppress(OSError):
-                attempt.door.unlink()
-        attempt.door = None
+                attempt.token_file.unlink()
+        attempt.token_file = None

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
+from shoal.core.rundir import RunDir
 from shoal.launch.clusters.job import Job, arrange, name_job
-from shoal.trainer.claim import check_claim, choose_run_dir, require_run_dir
+from shoal.trainer.claim import check_claim, choose_run_dir, pin_data, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.request import TrainRequest, read_request
 
@@ -62,6 +63,7 @@ def prepare_cluster_run(request: TrainRequest, *, nodes: int | None, per_node: i
     run_dir = choose_run_dir(request.recipe.stem, given=request.run_dir, resume=request.resume).resolve()
     if request.resume and not request.may_start:
         require_run_dir(run_dir)
+    recipe = pin_data(recipe, RunDir(run_dir) if request.resume else None)
     check_claim(run_dir, recipe, resume=request.resume)
     options = ["--plan", str(plan)]
     for change in request.overrides:

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.interruption import interrupt_when
-from shoal.comm.leaving.connecting import abortable_connecting
+from shoal.comm.leaving.connecting import abortable_connecting, connect
 from shoal.comm.store.recordfile import RecordFileStore
 from shoal.comm.world import join_world
 from shoal.core.place import Place
@@ -48,17 +48,30 @@ def dead(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_died_after_it_told_its_address_is_not_waited_for(dead):
+    """By whose address is smaller, gloo waits to be connected to, or is refused at once."""
     store = build(dead)
     told = threading.Event()
     threading.Timer(0.3, told.set).start()
     started = time.monotonic()
     with interrupt_when(lambda: "there is a newer view" if told.is_set() else None):
-        with pytest.raises(PeerLost, match="there is a newer view"):
+        with pytest.raises((PeerLost, RuntimeError), match=r"there is a newer view|refused"):
             join_world(place(0), deadline_seconds=30, store=PrefixStore("epoch-2", store), device=torch.device("cpu"))
         assert time.monotonic() - started < 10
         assert not dist.is_initialized() and c10d._world.group_count == 0, (
             "the next group has the number of everybody's"
         )
+
+
+def test_what_connects_for_ever_is_left_to_itself_when_there_is_a_newer_view():
+    over, told = threading.Event(), threading.Event()
+    threading.Timer(0.05, told.set).start()
+    try:
+        with interrupt_when(lambda: "there is a newer view" if told.is_set() else None):
+            with pytest.raises(PeerLost, match="there is a newer view"):
+                connect(over.wait)
+            assert connect(lambda: "made") == "made"
+    finally:
+        over.set()
 
 
 def test_what_is_made_is_gloos_own_and_torch_is_left_as_it_was(tmp_path):

@@ -1,0 +1,37 @@
+"""What was fitted on a run's data, kept in its folder as data: whoever continues or evaluates the run applies it and fits
+nothing."""
+
+from pathlib import Path
+
+from shoal.data.config import AnyDataConfig, TableConfig
+from shoal.data.prepare import prepare_rows
+from shoal.data.transform.state import JSON_NAME
+
+_FOLDER = "data"
+
+
+def keep_fitted(data: AnyDataConfig, run_dir: Path) -> AnyDataConfig:
+    """Save what the steps of ``data.prepare`` have learned into the run directory, unless it has that already.
+
+    Returns:
+        The section that says where it is, and which it is.
+
+    Raises:
+        RequestError: the data is no longer what the run was fitted on.
+    """
+    if not isinstance(data, TableConfig) or data.fitted is not None:
+        return data
+    folder = run_dir.absolute() / _FOLDER
+    kept = data.model_copy(update={"fitted": str(folder)})
+    fitted = prepare_rows(kept).fitted
+    if not (folder / JSON_NAME).is_file():
+        fitted.save(folder)
+    return kept.model_copy(update={"fitted_digest": fitted.digest})
+
+
+def with_fitted(data: AnyDataConfig, run_dir: Path) -> AnyDataConfig:
+    """The section of a run that may have been moved: its fitted steps are where the run is now."""
+    folder = run_dir.absolute() / _FOLDER
+    if not isinstance(data, TableConfig) or not (folder / JSON_NAME).is_file():
+        return data
+    return data.model_copy(update={"fitted": str(folder)})

@@ -1,0 +1,118 @@
+"""How files are read, and what becomes of a row that does not fit: values that every format understands. No pyarrow."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from shoal.core.errors import RequestError
+
+MAX_BATCH_BYTES = 1 << 26
+MAX_VALUE_BYTES = 1 << 24
+
+
+class BadRow(RequestError):
+    """A row that does not fit."""
+
+    def __init__(self, file: str, row: int, column: str | None, why: str) -> None:
+        where = f"{file}, row {row}" + (f", column {column!r}" if column is not None else "")
+        super().__init__(
+            f"{where}: {why}; mend the row, say another type in data.types, or let such rows go to a file with data.rejects "
+            f"= PATH"
+        )
+        self.file, self.row, self.column, self.why = file, row, column, why
+
+
+class Rejects:
+    """Where rows go that do not fit: an error for the first, or a file of JSON lines with all of them and the reasons.
+
+    The file appears when everything was read. Whoever reads the same data writes the same file.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+        self.count = 0
+
+    @property
+    def are_kept(self) -> bool:
+        """True where a bad row is no error."""
+        return self._path is not None
+
+    def add(self, file: str, row: int, column: str | None, why: str, raw: Any = None) -> None:
+        """Turn a row away.
+
+        Raises:
+            BadRow: there is no file for them.
+        """
+        self.count += 1
+        if self._path is None:
+            raise BadRow(file, row, column, why)
+        if self._file is None:
+            try:
+                self._beside.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._beside.open("w", encoding="utf-8")
+            except OSError as error:
+                raise RequestError(f"data.rejects: {self._path} cannot be written: {error.strerror}") from error
+        values = {
+            "file": file,
+            "row": row,
+            "column": column,
+            "why": why,
+            "raw": None if raw is None else str(raw)[:4096],
+        }
+        self._file.write(json.dumps(values, ensure_ascii=True) + "\n")
+
+    @property
+    def _beside(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+
+    def __enter__(self) -> "Rejects":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            self._file = None
+            if kind is None:
+                os.replace(self._beside, self._path)
+            else:
+                self._beside.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """What is read, and within which bounds."""
+
+    columns: tuple[str, ...] | None = None
+    """These only, in this order; all when left out."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of columns that are not left to a look at the first rows: ``f4``, ``i8``, ``bool``, ``text``, ``time``,
+    ``list:f4``."""
+    missing: tuple[str, ...] = ("",)
+    """Texts of a CSV file that stand for a missing value."""
+    delimiter: str | None = None
+    """Of a CSV file; ``,`` when left out, and a tab where the name ends in .tsv."""
+    dtype: str = "uint16"
+    """Of raw token ids."""
+    sequence: int | None = None
+    """Token ids of one row."""
+    rejects: Rejects = field(default_factory=Rejects)
+    batch_rows: int = 1 << 16
+    """Rows of one table at most."""
+    batch_bytes: int = MAX_BATCH_BYTES
+    """Of one table, about; it is what bounds memory."""
+    value_bytes: int = MAX_VALUE_BYTES
+    """Of one line or one value at most."""
+    head_rows: int = 1000
+    """Rows of each file that are looked at for the types of formats that do not say them."""
+
+    def wants(self, name: str) -> bool:
+        """True for a column that is read."""
+        return self.columns is None or name in self.columns

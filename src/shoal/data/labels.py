@@ -1,0 +1,109 @@
+"""One label space: the labels of all workers and shards in one vocabulary, whose order does not depend on how many there are.
+
+Labels are sorted by their bytes, numbers by their value; those that come later are appended, so that an id never changes
+its meaning.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.config import Config
+from shoal.core.errors import RequestError
+from shoal.data.partition.keys import group_rows
+from shoal.data.spec import IGNORED
+from shoal.data.table import Table
+
+Label = str | int
+_KINDS = (int, str)
+
+
+class LabelsConfig(Config):
+    """What ``[data.labels]`` of a recipe can say."""
+
+    unknown: Literal["refuse", "count", "append"] = "refuse"
+    """A held-out label that no training row has: refuse it; count it, and leave it out of loss and metrics; or append it."""
+    most: int = 1 << 20
+    """The largest vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSpace:
+    """Names of the classes; a label's id is its place."""
+
+    names: tuple[Label, ...]
+
+    @property
+    def digest(self) -> str:
+        """What two workers must agree on."""
+        return hashlib.blake2b(json.dumps(self.names, ensure_ascii=True).encode(), digest_size=16).hexdigest()
+
+    def append(self, labels: Iterable[Label]) -> "LabelSpace":
+        """With these labels behind those that are there; no old id moves."""
+        known = set(self.names)
+        return LabelSpace(names=(*self.names, *sort_labels(set(labels) - known)))
+
+    def encode(self, labels: Sequence[Label], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+        """Ids of rows, given their distinct labels and places among them; the number of rows whose label is unknown, which get
+        the id that counts for nothing."""
+        places = {name: place for place, name in enumerate(self.names)}
+        ids = np.array([places.get(label, IGNORED) for label in labels], dtype=np.int64)
+        found = ids[codes] if len(ids) else np.zeros(0, np.int64)
+        return found, int((found == IGNORED).sum())
+
+
+def sort_labels(labels: Iterable[Label]) -> list[Label]:
+    """Numbers by value, then texts by their bytes."""
+    return sorted(labels, key=lambda label: (1, 0, label.encode()) if isinstance(label, str) else (0, label, b""))
+
+
+def unite_labels(parts: Iterable[Iterable[Label]], *, most: int = 1 << 20, what: str = "target") -> LabelSpace:
+    """The vocabulary of all workers' and shards' labels, the same for any number and order of them.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    united: set[Label] = set()
+    for part in parts:
+        united.update(part)
+        if len(united) > most:
+            raise RequestError(
+                f"data.labels: column {what!r} has more than {most} labels; is it a number to predict (say its type float in "
+                f"data.types)? "
+                "Otherwise raise data.labels.most"
+            )
+    return LabelSpace(names=tuple(sort_labels(united)))
+
+
+def labels_of(table: Table, name: str, *, where: str) -> tuple[list[Any], NDArray[np.int64]]:
+    """The distinct labels of a column, and each row's place among them.
+
+    Raises:
+        RequestError: a label is missing, or the column holds no labels.
+    """
+    groups = group_rows(table[name], where=where)
+    labels = [int(label) if isinstance(label, bool) else label for label in groups.names]
+    if any(not isinstance(label, _KINDS) for label in labels):
+        raise RequestError(
+            f"{where}: column {name!r} is {table.schema[name].kind}, and labels are texts or whole numbers"
+        )
+    return labels, groups.codes
+
+
+def refuse_other_space(own: LabelSpace, digest: str, *, who: str) -> None:
+    """Refuse a worker with another vocabulary.
+
+    Raises:
+        RequestError: its digest is another.
+    """
+    if digest != own.digest:
+        raise RequestError(
+            f"{who} has another vocabulary of labels (digest {digest[:12]}, here {own.digest[:12]} of {len(own.names)}); "
+            f"read the same "
+            "data on all of them"
+        )

@@ -1,0 +1,188 @@
+"""Samples out of a store: its rows, or windows over its token ids. A batch is one read, whatever blocks its samples lie in."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.core.events import DataCache
+from shoal.data.config import StoreConfig
+from shoal.data.options import LoaderOptions
+from shoal.data.source import Items, SampleIds, Splits
+from shoal.data.sources.storefile import StoreData, open_store_data
+from shoal.data.store.checks.watch import WatchedStore
+from shoal.data.store.selection import RowSelection
+from shoal.data.table import Table
+
+
+class StoreRows:
+    """Rows of a store: the input columns beside one another, and the target."""
+
+    def __init__(self, data: StoreData, part: RowSelection) -> None:
+        self._data, self._part = data, part
+        self.options = LoaderOptions()
+        self._first_data, self._first_part = data, part
+        self.follows = data.follows
+        self.waits_for_storage = data.reader.folder.local_path() is None
+        """Batches are waited for rather than computed: several threads load them side by side."""
+
+    @property
+    def block_starts(self) -> NDArray[np.int64]:
+        """(blocks + 1,): the first sample of each block that has some, and the number of samples."""
+        return self._part.blocks(self._data.reader.block_starts)
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return self._data.reader.folder.address
+
+    @property
+    def row_hashes(self) -> int | None:
+        """What the receipt of an epoch comes to, as the store's manifest says; None where this is a part of the rows."""
+        reader = self._data.reader
+        return reader.manifest.row_hashes if len(self) == len(reader) else None
+
+    @property
+    def version(self) -> int:
+        """Of the store."""
+        return self._data.reader.version
+
+    def newest_version(self) -> int:
+        """Of the store, as it is now."""
+        return self._data.newest_version()
+
+    def grow(self, version: int) -> None:
+        """See ``Growing``."""
+        first = self._first_part
+        self._data = self._first_data.grown(version)
+        added = np.array([len(self._first_data.reader), len(self._data.reader)], dtype=np.int64)
+        if added[0] < added[1]:
+            self._part = RowSelection(np.append(first.starts, added[:1]), np.append(first.stops, added[1:]))
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    @property
+    def uniform_weight(self) -> int | None:
+        """Every sample counts once."""
+        return 1
+
+    def digest(self) -> str:
+        """A hash of all samples, from the digests of the blocks."""
+        return self._data.digest(self._part)
+
+    def collate(self, ids: SampleIds) -> Items:
+        """The rows with these ids.
+
+        Raises:
+            BrokenFile: a block is gone, torn or altered; names its file.
+        """
+        table = self._data.reader.read(self._part.rows(np.asarray(ids, dtype=np.int64)))
+        inputs = _join(table, self._data.inputs)
+        targets = self._targets(table)
+        return Items(inputs=(torch.from_numpy(inputs),), targets=torch.from_numpy(targets), weight=len(table))
+
+    def plan_reads(self, own: Sequence[SampleIds], everyone: Sequence[SampleIds]) -> int:
+        """What this rank reads next, batch by batch, and what all ranks do; the number of blocks, 0 where nothing is cached."""
+        if self._data.cache is None:
+            return 0
+        starts = self._data.reader.block_starts
+        return self._data.cache.plan(
+            self._data.reader.blocks, self._blocks(starts, own), self._blocks(starts, everyone)
+        )
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache has done since the last report; None where there is none."""
+        return None if self._data.cache is None else self._data.cache.report()
+
+    def _blocks(self, starts: NDArray[np.int64], reads: Sequence[SampleIds]) -> list[NDArray[np.int64]]:
+        rows = [self._part.rows(np.asarray(ids, dtype=np.int64)) for ids in reads]
+        return [np.searchsorted(starts, each, side="right") - 1 for each in rows]
+
+    def _targets(self, table: Table) -> NDArray[Any]:
+        names = self._data.targets
+        if self._data.spec.kind == "classes":
+            return table[names[0]].values.astype(np.int64)
+        return _join(table, names).astype(np.float32, copy=False).reshape(len(table), -1)
+
+
+class StoreWindows:
+    """Windows of the token ids of a store; a sample reads one id more than it steps, as of a token file."""
+
+    def __init__(self, data: StoreData, part: RowSelection) -> None:
+        assert data.tokens is not None and data.spec.sequence is not None
+        self._data, self._part, self._tokens = data, part, data.tokens
+        self._sequence = data.spec.sequence
+        self._first = int(part.starts[0]) if len(part) else 0
+        self._count = max(0, (len(part) - 1) // self._sequence)
+        self.options = LoaderOptions()
+
+    @property
+    def block_starts(self) -> NDArray[np.int64]:
+        """(blocks + 1,): the first sample that begins in each block, and the number of samples."""
+        first_ids = self._tokens.starts - self._first
+        found = np.clip(-(-first_ids // self._sequence), 0, self._count)
+        return np.unique(np.append(found, [0, self._count]))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def uniform_weight(self) -> int | None:
+        """Every sample has as many targets as tokens."""
+        return self._sequence
+
+    def digest(self) -> str:
+        """A hash of all tokens, from the digests of the blocks."""
+        return self._data.digest(self._part)
+
+    def collate(self, ids: SampleIds) -> Items:
+        """Inputs (B, L) and targets (B, L), the targets one token later.
+
+        Raises:
+            BrokenFile: a block is gone, torn or altered; names its file.
+        """
+        starts = self._first + np.asarray(ids, dtype=np.int64) * self._sequence
+        tokens = torch.from_numpy(self._tokens.windows(starts, self._sequence + 1))
+        return Items(inputs=(tokens[:, :-1],), targets=tokens[:, 1:], weight=len(starts) * self._sequence)
+
+    def plan_reads(self, own: Sequence[SampleIds], everyone: Sequence[SampleIds]) -> int:
+        """What this rank reads next, batch by batch, and what all ranks do; the number of blocks, 0 where nothing is cached."""
+        if self._data.cache is None:
+            return 0
+        return self._data.cache.plan(self._data.reader.blocks, self._blocks(own), self._blocks(everyone))
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache has done since the last report; None where there is none."""
+        return None if self._data.cache is None else self._data.cache.report()
+
+    def _blocks(self, reads: Sequence[SampleIds]) -> list[NDArray[np.int64]]:
+        # A window that goes on in the next block counts for the one in which it begins.
+        places = [self._first + np.asarray(ids, dtype=np.int64) * self._sequence for ids in reads]
+        return [np.searchsorted(self._tokens.starts, each, side="right") - 1 for each in places]
+
+
+def _join(table: Table, names: Sequence[str]) -> NDArray[Any]:
+    """Columns of numbers as one array: a single one in its own shape, several flat and side by side."""
+    arrays = [table[name].values for name in names]
+    if len(arrays) == 1:
+        found = arrays[0] if arrays[0].ndim > 1 else arrays[0][:, None]
+        return found.astype(np.float32)
+    return np.concatenate([array.reshape(len(table), -1).astype(np.float32) for array in arrays], axis=1)
+
+
+def build_store_splits(config: StoreConfig) -> Splits:
+    """Train, validation and test of a store.
+
+    Raises:
+        RequestError: there is no store, or the recipe does not fit it.
+        BrokenFile: a file of it is missing, torn or altered.
+    """
+    data = open_store_data(config)
+    kind = StoreRows if data.tokens is None else StoreWindows
+    train, validation, test = (kind(data, part) for part in data.parts)
+    is_local = data.reader.folder.local_path() is not None
+    watched = WatchedStore(data.reader) if is_local else None
+    return Splits(train=train, validation=validation, test=test, spec=data.spec, watched=watched)

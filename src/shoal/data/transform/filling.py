@@ -1,0 +1,187 @@
+"""The step ``fill``: missing values by a constant, a mean, median or mode, the row before, neighbours or a model."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.errors import RequestError
+from shoal.data.table import TEXT, Column, Table, text_column
+from shoal.data.transform.config import FillConfig
+from shoal.data.transform.matrix import Mask, matrix_of, need_some, numbers, valid_of
+from shoal.data.transform.moments import comoments_of, moments_of
+from shoal.data.transform.quantiles import quantiles_of
+from shoal.data.transform.state import StepState
+
+_MOST_NEIGHBOURS = 1 << 14
+"""Training rows that are kept to find neighbours among: the first so many."""
+_CHUNK = 256
+Matrix = NDArray[np.float64]
+
+
+def fit(table: Table, config: FillConfig, shards: int) -> StepState:
+    """What missing values become.
+
+    Raises:
+        RequestError: a column has no value to learn from.
+    """
+    if config.how == "constant":
+        return StepState()
+    if config.how in ("mode", "forward"):
+        return StepState(values={"values": [_simple(table[name], config) for name in config.columns]})
+    values, valid = matrix_of(table, config.columns, step="fill", nan_is_missing=config.nan)
+    need_some(valid, config.columns, step="fill")
+    if config.how == "mean":
+        return StepState(arrays={"values": moments_of(values, valid, shards, only="mean").mean})
+    if config.how == "median":
+        found = [quantiles_of([values[valid[:, place], place]], (0.5,))[0] for place in range(len(config.columns))]
+        return StepState(arrays={"values": np.array(found)})
+    mean = moments_of(values, valid, shards, only="mean").mean
+    if config.how == "neighbours":
+        kept = slice(0, _MOST_NEIGHBOURS)
+        return StepState(arrays={"mean": mean, "rows": values[kept], "valid": valid[kept]})
+    weights, offsets = _fit_model(values, valid, mean, config, shards)
+    return StepState(arrays={"mean": mean, "weights": weights, "offsets": offsets})
+
+
+def _simple(column: Column, config: FillConfig) -> Any:
+    valid = valid_of(column)
+    if not valid.any():
+        if config.how == "forward":
+            return config.value
+        raise RequestError(
+            f"data.prepare, step 'fill': column {column.field.name!r} has no value in the {len(column)} training rows, so "
+            f"nothing can "
+            "be fitted; leave it out, or fill it with a constant"
+        )
+    if config.how == "forward":
+        return _plain(column, int(np.flatnonzero(valid)[-1]))
+    if column.field.kind == TEXT:
+        counts: dict[str, int] = {}
+        for row in np.flatnonzero(valid).tolist():
+            value = column.value(row)
+            counts[value] = counts.get(value, 0) + 1
+        return min(counts, key=lambda value: (-counts[value], value.encode()))
+    found, times = np.unique(column.values[valid], return_counts=True)
+    return found[np.argmax(times)].item()
+
+
+def _plain(column: Column, row: int) -> Any:
+    if column.field.kind == TEXT:
+        return column.value(row)
+    value = column.values[row]
+    return int(value.view(np.int64)) if column.field.dtype.kind == "M" else value.item()
+
+
+def apply(table: Table, config: FillConfig, state: StepState) -> Table:
+    """The columns without missing values."""
+    if config.how in ("constant", "mode", "forward"):
+        told = state.values.get("values") or [config.value] * len(config.columns)
+        return table.replace(
+            {name: _fill_simple(table[name], value, config) for name, value in zip(config.columns, told, strict=True)}
+        )
+    values, valid = matrix_of(table, config.columns, step="fill", nan_is_missing=config.nan)
+    if config.how in ("mean", "median"):
+        filled = np.where(valid, values, state.arrays["values"])
+    elif config.how == "neighbours":
+        filled = _from_neighbours(values, valid, state, config.neighbours)
+    else:
+        filled = _from_model(values, valid, state)
+    return table.replace({name: numbers(name, filled[:, place].copy()) for place, name in enumerate(config.columns)})
+
+
+def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
+    valid = valid_of(column)
+    name = column.field.name
+    if config.nan and not column.field.is_ragged and column.field.dtype.kind == "f":
+        valid = valid & ~np.isnan(column.values)
+    if valid.all():
+        return Column(field=column.field, values=column.values, offsets=column.offsets)
+    if column.field.is_ragged and column.field.kind != TEXT:
+        raise RequestError(
+            f"data.prepare, step 'fill': column {name!r} is {column.field.kind}, and text or numbers can be filled"
+        )
+    source = np.arange(len(column))
+    if config.how == "forward":
+        source = np.maximum.accumulate(np.where(valid, source, -1))
+        valid = source >= 0
+        if not valid.all() and (value is None and config.value is None):
+            raise RequestError(
+                f"data.prepare, step 'fill': column {name!r} has no value before row {int(np.flatnonzero(~valid)[0]) + 1}; say "
+                f"value"
+            )
+        value = value if config.value is None else config.value
+    if column.field.kind == TEXT:
+        return text_column(
+            name, [column.value(at) if known else str(value) for at, known in zip(source.tolist(), valid, strict=True)]
+        )
+    if isinstance(value, str):
+        raise RequestError(
+            f"data.prepare, step 'fill': value {value!r} is a text and column {name!r} is {column.field.kind}"
+        )
+    if column.field.dtype.kind in "iu" and isinstance(value, float) and not value.is_integer():
+        return numbers(name, np.where(valid, column.values[np.maximum(source, 0)].astype(np.float64), value))
+    kind = column.field.dtype
+    constant = np.array(int(value), np.int64).view(kind) if kind.kind == "M" else np.array(value).astype(kind)
+    return numbers(name, np.where(valid, column.values[np.maximum(source, 0)], constant))
+
+
+def _from_neighbours(values: Matrix, valid: Mask, state: StepState, neighbours: int) -> Matrix:
+    """The mean of the nearest training rows that have the value; distances are over what both rows have, scaled up to all
+    columns."""
+    rows, known = state.arrays["rows"], state.arrays["valid"].astype(np.bool_)
+    filled = np.where(valid, values, state.arrays["mean"])
+    lacking = np.flatnonzero(~valid.all(axis=1))
+    for start in range(0, len(lacking), _CHUNK):
+        chunk = lacking[start : start + _CHUNK]
+        both = valid[chunk][:, None, :] & known[None, :, :]
+        apart = np.where(both, values[chunk][:, None, :] - rows[None, :, :], 0.0)
+        shared = both.sum(axis=2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            distances = (apart * apart).sum(axis=2) * (values.shape[1] / shared)
+        distances[shared == 0] = np.inf
+        for place in range(values.shape[1]):
+            wanted = np.flatnonzero(~valid[chunk, place])
+            donors = np.flatnonzero(known[:, place])
+            if not len(wanted) or not len(donors):
+                continue
+            far = distances[np.ix_(wanted, donors)]
+            nearest = np.argsort(far, axis=1, kind="stable")[:, :neighbours]
+            near = np.isfinite(np.take_along_axis(far, nearest, axis=1))
+            count = near.sum(axis=1)
+            total = np.where(near, rows[donors[nearest], place], 0.0).sum(axis=1)
+            found = np.where(count > 0, total / np.maximum(count, 1), state.arrays["mean"][place])
+            filled[chunk[wanted], place] = found
+    return filled
+
+
+def _fit_model(values: Matrix, valid: Mask, mean: Matrix, config: FillConfig, shards: int) -> tuple[Matrix, Matrix]:
+    """(rounds, columns, columns) weights and (rounds, columns) offsets: each column from the others, by the rows that have it."""
+    filled = np.where(valid, values, mean)
+    width = values.shape[1]
+    weights = np.zeros((config.rounds, width, width))
+    offsets = np.zeros((config.rounds, width))
+    for turn in range(config.rounds):
+        for place in range(width):
+            known = valid[:, place]
+            others = [at for at in range(width) if at != place]
+            moments = comoments_of(filled[known][:, [*others, place]], shards)
+            gram = moments.c2[:-1, :-1] + config.penalty * np.eye(width - 1)
+            solved = np.linalg.solve(gram, moments.c2[:-1, -1])
+            weights[turn, place, others] = solved
+            offsets[turn, place] = moments.mean[-1] - float((moments.mean[:-1] * solved).sum())
+            _predict(filled, known, weights[turn, place], offsets[turn, place], place)
+    return weights, offsets
+
+
+def _predict(filled: Matrix, known: Mask, weights: Matrix, offset: float, place: int) -> None:
+    lost = ~known
+    filled[lost, place] = (filled[lost] * weights).sum(axis=1) + offset
+
+
+def _from_model(values: Matrix, valid: Mask, state: StepState) -> Matrix:
+    filled = np.where(valid, values, state.arrays["mean"])
+    for weights, offsets in zip(state.arrays["weights"], state.arrays["offsets"], strict=True):
+        for place in range(values.shape[1]):
+            _predict(filled, valid[:, place], weights[place], float(offsets[place]), place)
+    return filled

@@ -1,0 +1,94 @@
+"""Columns of numbers as one matrix, with what is missing beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.core.errors import RequestError
+from shoal.data.table import Column, Field, Table
+
+Mask = NDArray[np.bool_]
+
+
+def valid_of(column: Column) -> Mask:
+    """Where values are."""
+    return np.ones(len(column), np.bool_) if column.valid is None else column.valid
+
+
+def matrix_of(
+    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False
+) -> tuple[NDArray[np.float64], Mask]:
+    """(rows, columns) of float64, and where values are.
+
+    Raises:
+        RequestError: a column holds no single numbers, or NaN where a step cannot use it.
+    """
+    for name in names:
+        field = table.schema[name]
+        if field.is_ragged or field.shape or field.dtype.kind not in "iufb":
+            raise RequestError(
+                f"data.prepare, step {step!r}: column {name!r} is {_say(field)}, and the step needs one number per row"
+            )
+    # Columns lie whole behind one another, as they do in the table.
+    values = np.empty((len(names), table.num_rows))
+    valid = np.ones((len(names), table.num_rows), np.bool_)
+    for place, name in enumerate(names):
+        column = table[name]
+        values[place] = column.values
+        if column.valid is not None:
+            valid[place] = column.valid
+        if not np.isfinite(values[place]).all():
+            if nan_is_missing:
+                valid[place] &= ~np.isnan(values[place])
+            wrong = np.flatnonzero(valid[place] & ~np.isfinite(values[place]))
+            if len(wrong):
+                raise RequestError(
+                    f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {wrong[0] + 1}, "
+                    'which is no missing value; write a step "fill" with nan = true before, or filter such rows'
+                )
+        if column.valid is not None or nan_is_missing:
+            values[place][~valid[place]] = 0.0
+    return values.T, valid.T
+
+
+def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:
+    """Refuse missing values.
+
+    Raises:
+        RequestError: names the column, and how many.
+    """
+    lost = (~valid).sum(axis=0)
+    if lost.any():
+        place = int(np.flatnonzero(lost)[0])
+        raise RequestError(
+            f"data.prepare, step {step!r}: column {names[place]!r} has {int(lost[place])} missing values; fill them in a "
+            f"step before"
+        )
+
+
+def need_some(valid: Mask, names: Sequence[str], *, step: str) -> None:
+    """Refuse a fit on a column without a value.
+
+    Raises:
+        RequestError: names the column.
+    """
+    count = valid.sum(axis=0)
+    if len(valid) == 0 or (count == 0).any():
+        place = int(np.flatnonzero(count == 0)[0])
+        raise RequestError(
+            f"data.prepare, step {step!r}: column {names[place]!r} has no value in the {len(valid)} training rows, so "
+            f"nothing can be "
+            "fitted; leave it out, or fill it with a constant"
+        )
+
+
+def numbers(name: str, values: NDArray[Any], valid: Mask | None = None) -> Column:
+    """A column of numbers."""
+    mask = None if valid is None or valid.all() else valid
+    return Column(field=Field(name=name, kind=values.dtype.str, shape=values.shape[1:]), values=values, valid=mask)
+
+
+def _say(field: Field) -> str:
+    return f"{field.kind}{list(field.shape) if field.shape else ''}"

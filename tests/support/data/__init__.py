@@ -1,0 +1,1 @@
+"""Tables and stores for tests of the data room."""

@@ -1,0 +1,97 @@
+"""``shoal data build``, ``show``, ``verify`` and ``bench``: what they print, what they write for programs, their exit codes."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli.data.group import app
+from shoal.core.errors import RequestError, RunError
+from shoal.data.store.reader import open_store
+
+
+def run(*arguments):
+    """Exit code, stdout, and the error that the command line would print."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        assert isinstance(result.exception, RequestError | RunError), result.exception
+        return result.exception.exit_code, result.stdout, str(result.exception)
+    return result.exit_code, result.stdout, ""
+
+
+@pytest.fixture
+def store(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(20_000, dtype=np.uint16) % 300)
+    code, out, _ = run(
+        "build", tmp_path / "ids.npy", tmp_path / "store", "--block-bytes", 16384, "--json", tmp_path / "b.json"
+    )
+    assert code == 0 and "version 1, 20000 rows in 3 blocks" in out
+    assert json.loads((tmp_path / "b.json").read_text())["rows"] == 20_000
+    return tmp_path / "store"
+
+
+def test_show_and_verify_a_store(store, tmp_path):
+    code, out, _ = run("show", store, "--json", tmp_path / "s.json")
+    assert code == 0 and "20000 rows in 3 blocks" in out and "tokens <u2" in out
+    said = json.loads((tmp_path / "s.json").read_text())
+    assert said["columns"]["tokens"]["max"] == 299 and said["columns"]["tokens"]["min"] == 0 and said["versions"] == [1]
+    assert run("verify", store)[:2] == (0, f"{store}: whole\n")
+    path = next((store / "blocks").iterdir())
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    code, out, _ = run("verify", store, "--json", tmp_path / "v.json")
+    assert code == 1 and "not whole" in out and path.name in out
+    said = json.loads((tmp_path / "v.json").read_text())
+    assert not said["whole"] and path.name in said["problems"][0]["file"]
+
+
+def test_append_and_clean_up(store, tmp_path):
+    code, out, _ = run("build", tmp_path / "ids.npy", store, "--append")
+    assert code == 0 and "version 2, 40000 rows" in out
+    (store / "blocks" / f"{'0' * 32}.block").write_bytes(b"left over")
+    code, out, _ = run("show", store, "--unreferenced", 0)
+    assert code == 0 and "1 files that no version names" in out
+    assert run("verify", store, "--delete-unreferenced", 24)[1].endswith("deleted 0 files that no version names\n")
+    assert run("verify", store, "--delete-unreferenced", 0)[1].endswith("deleted 1 files that no version names\n")
+    assert run("verify", store)[0] == 0
+
+
+def test_files_of_rows_with_a_key(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number in range(3):
+        lines = [f"{10 * number + row},{row / 2},name {row}" for row in range(10)]
+        (folder / f"{number}.csv").write_text("\n".join(["id,x,name", *lines]) + "\n")
+    target = tmp_path / "store"
+    code, out, _ = run("build", folder, target, "--key", "id", "--codec", "zstd", "--workers", 2)
+    assert code == 0 and "30 rows" in out
+    reader = open_store(str(target))
+    assert reader.find([25, 3, 99]).tolist() == [25, 3, -1]
+    assert reader.read(np.array([25]))["name"].value(0) == "name 5"
+
+
+def test_bench_compares_with_a_memory_map(store, tmp_path):
+    code, out, _ = run("bench", store, "--rows", 2000, "--rounds", 1, "--json", tmp_path / "m.json")
+    assert code == 0 and "at random" in out
+    orders = json.loads((tmp_path / "m.json").read_text())["orders"]
+    assert [one["order"] for one in orders] == ["in order", "at random"] and all(one["store_us"] > 0 for one in orders)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("show", "nowhere"), "is no store of data"),
+        (("verify", "nowhere"), "is no store of data"),
+        (("build", "nowhere.npy", "dst"), "no such file"),
+        (("build", "ids.npy", "store"), "holds a store already"),
+        (("build", "ids.npy", "dst", "--codec", "gzip"), "no codec 'gzip'"),
+        (("build", "ids.npy", "dst", "--key", "user"), "no column 'user'"),
+        (("build", "ids.npy", "store", "--append", "--key", "tokens"), "--key is chosen where the store is built"),
+        (("show", "store", "--version", "4"), "no version 4"),
+    ],
+    ids=str,
+)
+def test_wrong_requests(store, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run(*arguments)
+    assert code == 2 and words in error
