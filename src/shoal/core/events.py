@@ -470,6 +470,8 @@ class WorkerTraffic(Event):
     kind: ClassVar[str] = "traffic"
     pushed_bytes: int
     pulled_bytes: int
+    residual_bytes: int = 0
+    """Of what it has not sent, for checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
