@@ -224,7 +224,7 @@ def _targets(
     space = unite_labels([found["train"][0]], most=config.labels.most, what=names[0])
     if config.labels.unknown == "append":
         for split in NAMES[1:]:
-            space = space.append(found[split][0])
+            space = space.append(found[split][0], most=config.labels.most, what=names[0])
     targets, unknown = {}, {}
     for split, (labels, codes) in found.items():
         targets[split], unknown[split] = space.encode(labels, codes)
