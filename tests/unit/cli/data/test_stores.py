@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.data.group import app
+from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
+from shoal.data.config import StoreConfig
+from shoal.data.sources.storefile import open_store_data
 from shoal.data.store.reader import open_store
 
 
@@ -77,6 +80,29 @@ def test_bench_compares_with_a_memory_map(store, tmp_path):
     assert [one["order"] for one in orders] == ["in order", "at random"] and all(one["store_us"] > 0 for one in orders)
 
 
+def test_bench_says_how_orders_mix(store, tmp_path):
+    code, out, _ = run(
+        "bench", store, "--order", "--batch", 50, "--window", 2, "--rows", 10_000, "--json", tmp_path / "o.json"
+    )
+    assert code == 0 and "fetches a block" in out and "a window of 3 would do" in out
+    said = json.loads((tmp_path / "o.json").read_text())
+    full, window, time = (said["orders"][name] for name in ("full", "window", "time"))
+    assert full["chi2"] < 1.1 < window["chi2"] < time["chi2"] and time["lag1"] > 0.9
+    assert said["blocks"] == 3 and full["fetches_per_block"] > 50 and window["fetches_per_block"] == 1
+
+
+def test_bench_replays_caches(tmp_path):
+    code, out, _ = run(
+        "bench", "--caches", "--policy", "mru", "--share", 0.5, "--keys", 100, "--json", tmp_path / "c.json"
+    )
+    assert code == 0 and "holds 50% of the keys" in out
+    said = json.loads((tmp_path / "c.json").read_text())
+    assert said["share"] == 0.5 and sorted(said["policies"]) == ["belady", "mru"]
+    # Of 11 scans of 100 keys MRU hits the half that stays, within the one place that changes, and nothing hits more.
+    scan = {name: found["scan"] for name, found in said["policies"].items()}
+    assert scan["mru"]["accesses"] == 1100 and 500 < scan["mru"]["hits"] <= scan["belady"]["hits"] <= 550
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -88,6 +114,13 @@ def test_bench_compares_with_a_memory_map(store, tmp_path):
         (("build", "ids.npy", "dst", "--key", "user"), "no column 'user'"),
         (("build", "ids.npy", "store", "--append", "--key", "tokens"), "--key is chosen where the store is built"),
         (("show", "store", "--version", "4"), "no version 4"),
+        (("bench",), "name a store to measure"),
+        (("bench", "store", "--caches"), "leave out STORE"),
+        (("bench", "--caches", "--policy", "oldest"), "oldest"),
+        (("bench", "--caches", "--share", "2"), "give a share between 0 and 1"),
+        (("bench", "store", "--policy", "lru"), "--policy is of --caches"),
+        (("bench", "store", "--window", "4"), "--window is of --order"),
+        (("bench", "store", "--order", "--batch", "30000"), "the store has 20000 rows, and a batch 30000"),
     ],
     ids=str,
 )
@@ -95,3 +128,54 @@ def test_wrong_requests(store, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     code, _, error = run(*arguments)
     assert code == 2 and words in error
+
+
+@pytest.fixture
+def visits(tmp_path):
+    lines = [f"{row},{row % 7},2026-01-{1 + row // 10:02},{row / 4}" for row in range(200)]
+    (tmp_path / "visits.csv").write_text("\n".join(["id,user,when,x", *lines]) + "\n")
+    assert run("build", tmp_path / "visits.csv", tmp_path / "visits")[0] == 0
+    return tmp_path / "visits"
+
+
+def test_a_split_is_kept_in_its_store_and_a_recipe_finds_it(visits):
+    code, out, _ = run("split", visits, "--by", "time", "--key", "when", "--save", "late", "--test", 0.1)
+    assert code == 0 and "proven: every row once" in out and "kept as split late of version 1" in out
+    config = validate(
+        StoreConfig,
+        {"source": "store", "path": str(visits), "split": "late", "target": "x", "inputs": ["id"]},
+        origin="a test",
+    )
+    train, _, test = (part.rows(np.arange(len(part))) for part in open_store_data(config).parts)
+    when = open_store(str(visits)).read(np.arange(200))["when"].values
+    assert when[train].max() < when[test].min() and len(test)
+    code, _, error = run("split", visits, "--by", "user", "--key", "user", "--save", "late")
+    assert code == 2 and "has a split 'late' already" in error
+    code, _, error = run("split", f"{visits}.csv", "--save", "late")
+    assert code == 2 and "build one of it first" in error
+
+
+def test_stats_of_a_store_are_those_of_its_files(visits, tmp_path):
+    for source in (visits, f"{visits}.csv"):
+        assert run("stats", source, "--json", tmp_path / f"{'store' if source == visits else 'file'}.json")[0] == 0
+    said = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("store", "file")]
+    assert said[0]["format"] == "store" and said[0]["columns"] == said[1]["columns"]
+
+
+def test_columns_and_types_are_chosen_where_a_store_is_built(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "a.csv").write_text("id,x,old\n1,2,3\n")
+    (folder / "b.csv").write_text("id,x,new\n2,5,3\n")
+    code, _, error = run("build", folder, tmp_path / "all")
+    assert code == 2 and "the schema changed between shards" in error and "--columns A,B" in error
+    code, _, error = run("build", folder, tmp_path / "two", "--columns", "x,id", "--type", "x=float")
+    assert code == 0, error
+    table = open_store(str(tmp_path / "two")).read(np.arange(2))
+    assert (
+        table.schema.names == ("x", "id")
+        and table["x"].values.tolist() == [2.0, 5.0]
+        and table["x"].field.kind == "<f8"
+    )
+    code, _, error = run("build", folder, tmp_path / "three", "--type", "x")
+    assert code == 2 and "--type x is no COLUMN=TYPE" in error
