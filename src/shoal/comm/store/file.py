@@ -5,7 +5,6 @@ import shutil
 import sys
 import tempfile
 
-
 NAME = "shoal-store"
 """Of the file, where it has none in a folder."""
 
