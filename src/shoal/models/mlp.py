@@ -37,7 +37,8 @@ class Mlp(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """A score per class, or the predicted numbers."""
-        x = features.flatten(1)
+        # Columns of whole numbers become numbers that a linear layer takes; others stay as they are, bit for bit.
+        x = features.flatten(1) * 1.0
         for layer in self.layers:
             x = layer(x)
         scores: Tensor = self.head(x)

@@ -21,3 +21,9 @@ def test_batch_norm_and_dropout_are_there_when_asked_for() -> None:
     assert not any(isinstance(module, nn.BatchNorm1d) for module in plain.modules())
     assert sum(isinstance(module, nn.BatchNorm1d) for module in full.modules()) == 2
     assert {module.p for module in full.modules() if isinstance(module, nn.Dropout)} == {0.5}
+
+
+def test_whole_numbers_are_taken_as_numbers() -> None:
+    model = Mlp(MlpConfig(), features=(3,), outputs=2)
+    rows = torch.tensor([[1, 2, 3], [40, 5, 6]])
+    assert torch.equal(model(rows), model(rows.float()))

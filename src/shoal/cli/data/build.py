@@ -27,6 +27,13 @@ _Workers = Annotated[
     int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; one per core when left out.")
 ]
 _Dtype = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Of raw token ids; a .npy file says its own.")]
+_Columns = Annotated[
+    str | None, typer.Option("--columns", metavar="A,B", help="These columns of files of rows only; all when left out.")
+]
+_Type = Annotated[
+    list[str] | None,
+    typer.Option("--type", metavar="COLUMN=TYPE", help="Type of a column, such as when=time; may be given again."),
+]
 _Append = Annotated[bool, typer.Option("--append", help="Add the rows to the store at DST, as its next version.")]
 
 
@@ -39,13 +46,17 @@ def build(
     block_bytes: _BlockBytes = 1 << 20,
     workers: _Workers = None,
     dtype: _Dtype = "uint16",
+    columns: _Columns = None,
+    type: _Type = None,
     append: _Append = False,
     json_file: JsonFile = None,
 ) -> None:
     """Make a store at DST out of the data at SRC. Killed and run again, it goes on where it was."""
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
+    from shoal.cli.data.opening import read_types
     from shoal.core.units import format_bytes
+    from shoal.data.formats.options import ReadOptions
     from shoal.data.store.blockwriter import BlockOptions
     from shoal.data.store.building.incoming import open_units
     from shoal.data.store.writer import BuildOptions, append_units, build_store
@@ -53,7 +64,8 @@ def build(
     block = BlockOptions(target_bytes=block_bytes, codec=codec)
     if append and key is not None:
         raise RequestError("--key is chosen where the store is built; leave it out with --append")
-    units, schema = open_units(source, format=format, dtype=dtype)
+    read = ReadOptions(types=read_types(type or ()), columns=tuple(columns.split(",")) if columns else None)
+    units, schema = open_units(source, format=format, dtype=dtype, options=read)
     if append:
         manifest = append_units(units, target, block=block)
     else:

@@ -1,4 +1,4 @@
-"""``shoal data stats``: what the columns of some files hold."""
+"""``shoal data stats``: what the columns of some files, or of a store, hold."""
 
 from typing import Annotated, Any
 
@@ -6,20 +6,23 @@ import typer
 
 from shoal.cli.console import JsonFile, check_result_file, print_table, write_result
 
-_Source = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a pattern or an address.")]
+_Source = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a pattern, an address or a store.")]
 _Format = Annotated[str | None, typer.Option("--format", help="Of the files; guessed when left out.")]
+_Type = Annotated[
+    list[str] | None, typer.Option("--type", metavar="COLUMN=TYPE", help="Type of a column; may be given again.")
+]
 
 
-def stats(source: _Source, format: _Format = None, json_file: JsonFile = None) -> None:
+def stats(source: _Source, format: _Format = None, type: _Type = None, json_file: JsonFile = None) -> None:
     """Print type, missing values, range, mean and deviation of every column of SRC. All rows are read, a batch at a time."""
     check_result_file(json_file)
     # Verbs import what they need when they run: see cli/main.py.
-    from shoal.data.formats.opening import open_data
+    from shoal.cli.data.opening import open_given
     from shoal.data.stats import describe_tables
 
-    opened = open_data(source, format=format)
-    found = describe_tables(opened.schema, opened.tables())
-    print(f"{source}: {found.num_rows} rows in {len(opened.files)} {opened.format} file(s)")
+    given = open_given(source, format=format, types=type or ())
+    found = describe_tables(given.schema, given.tables())
+    print(f"{source}: {found.num_rows} rows in {given.what}")
     rows = [
         (
             one.name,
@@ -34,7 +37,7 @@ def stats(source: _Source, format: _Format = None, json_file: JsonFile = None) -
         for one in found.columns
     ]
     print_table(("column", "type", "missing", "nan", "least", "most", "mean", "deviation"), rows)
-    write_result(json_file, {"source": source, "format": opened.format, **found.as_values()})
+    write_result(json_file, {"source": source, "format": given.format, **found.as_values()})
 
 
 def _say(value: Any) -> str:

@@ -75,7 +75,7 @@ def _refused(name: str, kind: Any, where: str) -> RequestError:
     return RequestError(
         f"{where}: column {name!r} is {kind}, and a column holds numbers, truth values, times, text, bytes or lists of "
         f"numbers; leave "
-        "it out with data.columns, or write it flat"
+        "it out (shoal data build --columns A,B), or write it flat"
     )
 
 
@@ -138,7 +138,8 @@ def _unpacked(array: Any, field: Field, where: str, most_bytes: int) -> Any:
         if size > most_bytes:
             raise RequestError(
                 f"{where}: {len(array)} rows of column {field.name!r} unpack to {format_bytes(size)}, and the limit is "
-                f"{format_bytes(most_bytes)}; leave the column out with data.columns, or store the values elsewhere"
+                f"{format_bytes(most_bytes)}; leave the column out (shoal data build --columns A,B), or store the values "
+                "elsewhere"
             )
     return array.dictionary_decode()
 

@@ -62,7 +62,10 @@ def read_tables(file: DataFile, schema: Schema, options: ReadOptions) -> Iterato
             None if row.keys() <= known or options.columns is not None else next(key for key in row if key not in known)
         )
         if unknown is not None:
-            why = f"no row of the first {options.head_rows} of the first files has this key; name the columns in data.columns"
+            why = (
+                f"no row of the first {options.head_rows} of the first files has this key; choose columns with: shoal data "
+                "build --columns A,B"
+            )
             options.rejects.add(file.name, number, unknown, why, line)
             continue
         chunk.append(row)

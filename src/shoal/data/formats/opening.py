@@ -176,7 +176,9 @@ def _join_schemas(files: Sequence[DataFile], format: str, options: ReadOptions) 
     joined = {field.name: field for field in schemas[0].fields}
     origin = dict.fromkeys(joined, looked[0].name)
     for file, schema in zip(looked[1:], schemas[1:], strict=True):
-        _join_one(joined, origin, schema, file, reader.is_guessing, is_optional=format in ("jsonl", "webdataset"))
+        _join_one(
+            joined, origin, schema, file, reader.is_guessing, options, is_optional=format in ("jsonl", "webdataset")
+        )
     keys = {} if format == "images" else _key_fields(files)
     for name, field in keys.items():
         if name in joined:
@@ -201,21 +203,21 @@ def _join_one(
     schema: Schema,
     file: DataFile,
     is_guessing: bool,
+    options: ReadOptions,
     *,
     is_optional: bool,
 ) -> None:
     names = {field.name for field in schema.fields}
-    gone = [name for name in joined if name not in names]
-    new = [name for name in names if name not in joined]
+    gone = [name for name in joined if name not in names and options.wants(name)]
+    new = [name for name in names if name not in joined and options.wants(name)]
     if (gone or new) and not is_optional:
         name = sorted(gone or new)[0]
         has, lacks = (origin[name], file.name) if gone else (file.name, next(iter(origin.values())))
         raise RequestError(
-            f"the schema changed between shards: column {name!r} is in {has} and not in {lacks}; write it to both, or choose "
-            f"columns "
-            "that all files have with data.columns"
+            f"the schema changed between shards: column {name!r} is in {has} and not in {lacks}; write it to both, or "
+            "build a store of those that all files have: shoal data build --columns A,B"
         )
-    for field in schema.fields:
+    for field in filter(lambda field: options.wants(field.name), schema.fields):
         had = joined.get(field.name)
         kind = field.kind if had is None else join_kinds(had.kind, field.kind)
         is_narrow = had is not None and {had.kind, field.kind} == {"<i8", "<f8"} and not is_guessing

@@ -20,8 +20,8 @@ class BadRow(RequestError):
     def __init__(self, file: str, row: int, column: str | None, why: str) -> None:
         where = f"{file}, row {row}" + (f", column {column!r}" if column is not None else "")
         super().__init__(
-            f"{where}: {why}; mend the row, say another type in data.types, or let such rows go to a file with data.rejects "
-            f"= PATH"
+            f"{where}: {why}; mend the row, say another type (data.types; --type of shoal data), or let such rows go to "
+            "a file with data.rejects = PATH"
         )
         self.file, self.row, self.column, self.why = file, row, column, why
 

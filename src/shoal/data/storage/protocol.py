@@ -52,6 +52,10 @@ class WrongBytes(StorageError, RunError):
     """What was read does not agree with the checksum that was kept of it."""
 
 
+class NoListing(StorageError, RequestError):
+    """The store cannot say which files it has, as a web server cannot."""
+
+
 class Storage(Protocol):
     """The files of one store. Paths are inside it. Every operation ends within the deadline of its settings."""
 
@@ -81,6 +85,7 @@ class Storage(Protocol):
         """All files in a folder and the folders in it, sorted by path; none where there is no such folder.
 
         Raises:
+            NoListing: this kind of store does not list.
             Unreachable: the store did not answer.
         """
 

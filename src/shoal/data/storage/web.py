@@ -10,7 +10,7 @@ from shoal.core.errors import RequestError
 from shoal.data.storage.attempts import Attempts, Part, Transient
 from shoal.data.storage.config import StorageConfig
 from shoal.data.storage.connections import Answer, Connections
-from shoal.data.storage.protocol import Entry, Unreachable, check_path, join, missing
+from shoal.data.storage.protocol import Entry, NoListing, Unreachable, check_path, join, missing
 
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)", re.ASCII)
 
@@ -57,10 +57,12 @@ class WebStorage:
         """A web server does not list.
 
         Raises:
-            RequestError: always.
+            NoListing: always.
         """
-        raise RequestError(
-            f"{join(self._address, folder)}: a web server has no listing; name the files, or a store with a manifest"
+        raise NoListing(
+            f"{join(self._address, folder)}: a web server has no listing; name one file, or a store that shoal data build made",
+            address=self._address,
+            path=folder,
         )
 
     def create(self, path: str, content: bytes) -> None:

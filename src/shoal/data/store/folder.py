@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.core.errors import RequestError, ShoalError
 from shoal.data.storage.opening import open_storage
-from shoal.data.storage.protocol import AlreadyThere, Missing, Storage
+from shoal.data.storage.protocol import AlreadyThere, Missing, NoListing, Storage
 from shoal.data.store.block import digest_block, read_block
 from shoal.data.store.errors import BrokenFile
 from shoal.data.store.manifest import FileRef, Manifest, read_manifest
@@ -25,6 +25,8 @@ from shoal.data.table import Schema, Table
 
 BLOCKS, PARTS, INDEX, SPLITS, BUILDING, VERSIONS = "blocks", "parts", "index", "splits", "building", "versions"
 _MANIFEST = re.compile(r"manifest-(\d{8})\.json")
+_MOST_VERSIONS = 100_000_000
+"""A version's number has eight digits."""
 _FETCHES = 2
 """How often a file is read before its bytes are called wrong: a store far away may have sent them wrongly."""
 
@@ -94,12 +96,30 @@ class StoreFolder:
 
     def versions(self) -> list[int]:
         """The numbers of all versions, the oldest first."""
-        found = []
-        for entry in self.storage.list(self.path(VERSIONS)):
-            match = _MANIFEST.fullmatch(entry.path.rpartition("/")[2])
-            if match:
-                found.append(int(match[1]))
-        return sorted(found)
+        try:
+            names = [entry.path.rpartition("/")[2] for entry in self.storage.list(self.path(VERSIONS))]
+        except NoListing:
+            return list(range(1, self._newest_by_asking() + 1))
+        return sorted(int(match[1]) for name in names if (match := _MANIFEST.fullmatch(name)))
+
+    def _newest_by_asking(self) -> int:
+        """The newest version where nothing is listed; 0 where there is none. Versions are numbered without a gap, so a search by
+        halves finds it in some twenty questions, however many there are."""
+        beyond = 1
+        while beyond < _MOST_VERSIONS and self._has_version(beyond):
+            beyond *= 2
+        there = beyond // 2
+        while beyond - there > 1:
+            middle = (there + beyond) // 2
+            there, beyond = (middle, beyond) if self._has_version(middle) else (there, middle)
+        return there
+
+    def _has_version(self, version: int) -> bool:
+        try:
+            self.storage.stat(self.path(VERSIONS, manifest_name(version)))
+        except Missing:
+            return False
+        return True
 
     def newest_version(self) -> int | None:
         """The number of the newest version; None where there is no store."""

@@ -6,7 +6,7 @@ is kept and in what the system is told to read ahead, never in what is returned.
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -113,7 +113,7 @@ class StoreReader:
         self._indexes: list[PartIndex | None] | None = None
         self._whole: Table | None = None
         if load == "whole":
-            self._whole = concat_tables([self._narrow(self.blocks.table(number)) for number in range(self.num_blocks)])
+            self._whole = concat_tables(list(self.tables()))
 
     def at_version(self, version: int) -> "StoreReader":
         """Another version, read in the same way.
@@ -172,6 +172,11 @@ class StoreReader:
         groups = [np.flatnonzero(numbers == number) for number in tables]
         columns = tuple(_gather(parts, groups, local, len(rows)) for parts in chosen)
         return Table(columns=columns, num_rows=len(rows))
+
+    def tables(self) -> Iterator[Table]:
+        """All rows in their order, a block at a time."""
+        for number in range(self.num_blocks):
+            yield self._narrow(self.blocks.table(number))
 
     def _take(self, table: Table, local: Rows) -> Table:
         """Rows of one block; those that lie side by side are copied in one piece."""

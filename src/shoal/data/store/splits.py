@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import RequestError, did_you_mean
-from shoal.data.storage.protocol import AlreadyThere, Missing
+from shoal.data.storage.protocol import AlreadyThere, Missing, NoListing
 from shoal.data.store.block import encode_block
 from shoal.data.store.errors import BrokenFile
 from shoal.data.store.folder import SPLITS, StoreFolder
@@ -82,8 +82,11 @@ def write_split(folder: StoreFolder, split: Split, *, replaces: bool = False) ->
 
 
 def list_splits(folder: StoreFolder) -> list[str]:
-    """The names of a store's splits."""
-    names = (entry.path.rpartition("/")[2] for entry in folder.storage.list(folder.path(SPLITS)))
+    """The names of a store's splits; none where its storage does not list."""
+    try:
+        names = [entry.path.rpartition("/")[2] for entry in folder.storage.list(folder.path(SPLITS))]
+    except NoListing:
+        return []
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
@@ -101,7 +104,8 @@ def read_split(folder: StoreFolder, name: str) -> Split:
         data = folder.storage.read(folder.path(SPLITS, f"{name}.json"))
     except Missing:
         raise RequestError(
-            f"{folder.address} has no split {name!r}; {did_you_mean(name, list_splits(folder))}; make one with: shoal data split"
+            f"{folder.address} has no split {name!r}; {did_you_mean(name, list_splits(folder))}; make one with: shoal data split "
+            f"{folder.address} --save {name}"
         ) from None
     values, digest = unseal(data, file=file)
     try:

@@ -81,10 +81,18 @@ def check_cache(config: CacheConfig, *, num_ranks: int = 1) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise RequestError(f"data.cache.path {folder}: {there} is no folder that can be written to")
     # What the cache holds already is room that it has.
-    held = sum(each.stat().st_size for each in folder.glob("blocks/*/*")) if folder.is_dir() else 0
+    held = sum(_size(each) for each in folder.glob("blocks/*/*")) if folder.is_dir() else 0
     free = shutil.disk_usage(there).free + held
     if config.disk_bytes > free:
         raise RequestError(
             f"data.cache.disk = {config.disk} ({format_bytes(config.disk_bytes)}) is more than the {format_bytes(free)} that are "
             f"free at {folder}; make it smaller or put data.cache.path on a larger disk"
         )
+
+
+def _size(file: Path) -> int:
+    """Of a block, 0 where another process that shares the folder has let it go since it was listed."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

@@ -48,9 +48,13 @@ class DiskTier:
         self._lead: int | None = None
         self.refusals = 0
         """Blocks that the disk had no room for, or refused."""
-        with self._journal_lock() as is_held:
-            if is_held:
-                self._sweep()
+        try:
+            with self._journal_lock() as is_held:
+                if is_held:
+                    self._sweep()
+        except OSError:
+            # A disk without room for the lock, or a folder of somebody else: blocks are fetched, and that is all.
+            self.refusals += 1
 
     @contextmanager
     def fetching(self, key: bytes, seconds: float) -> Iterator[bool]:

@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.data.group import app
+from shoal.core.config import validate
 from shoal.core.errors import RequestError, RunError
+from shoal.data.config import StoreConfig
+from shoal.data.sources.storefile import open_store_data
 from shoal.data.store.reader import open_store
 
 
@@ -125,3 +128,54 @@ def test_wrong_requests(store, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     code, _, error = run(*arguments)
     assert code == 2 and words in error
+
+
+@pytest.fixture
+def visits(tmp_path):
+    lines = [f"{row},{row % 7},2026-01-{1 + row // 10:02},{row / 4}" for row in range(200)]
+    (tmp_path / "visits.csv").write_text("\n".join(["id,user,when,x", *lines]) + "\n")
+    assert run("build", tmp_path / "visits.csv", tmp_path / "visits")[0] == 0
+    return tmp_path / "visits"
+
+
+def test_a_split_is_kept_in_its_store_and_a_recipe_finds_it(visits):
+    code, out, _ = run("split", visits, "--by", "time", "--key", "when", "--save", "late", "--test", 0.1)
+    assert code == 0 and "proven: every row once" in out and "kept as split late of version 1" in out
+    config = validate(
+        StoreConfig,
+        {"source": "store", "path": str(visits), "split": "late", "target": "x", "inputs": ["id"]},
+        origin="a test",
+    )
+    train, _, test = (part.rows(np.arange(len(part))) for part in open_store_data(config).parts)
+    when = open_store(str(visits)).read(np.arange(200))["when"].values
+    assert when[train].max() < when[test].min() and len(test)
+    code, _, error = run("split", visits, "--by", "user", "--key", "user", "--save", "late")
+    assert code == 2 and "has a split 'late' already" in error
+    code, _, error = run("split", f"{visits}.csv", "--save", "late")
+    assert code == 2 and "build one of it first" in error
+
+
+def test_stats_of_a_store_are_those_of_its_files(visits, tmp_path):
+    for source in (visits, f"{visits}.csv"):
+        assert run("stats", source, "--json", tmp_path / f"{'store' if source == visits else 'file'}.json")[0] == 0
+    said = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("store", "file")]
+    assert said[0]["format"] == "store" and said[0]["columns"] == said[1]["columns"]
+
+
+def test_columns_and_types_are_chosen_where_a_store_is_built(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "a.csv").write_text("id,x,old\n1,2,3\n")
+    (folder / "b.csv").write_text("id,x,new\n2,5,3\n")
+    code, _, error = run("build", folder, tmp_path / "all")
+    assert code == 2 and "the schema changed between shards" in error and "--columns A,B" in error
+    code, _, error = run("build", folder, tmp_path / "two", "--columns", "x,id", "--type", "x=float")
+    assert code == 0, error
+    table = open_store(str(tmp_path / "two")).read(np.arange(2))
+    assert (
+        table.schema.names == ("x", "id")
+        and table["x"].values.tolist() == [2.0, 5.0]
+        and table["x"].field.kind == "<f8"
+    )
+    code, _, error = run("build", folder, tmp_path / "three", "--type", "x")
+    assert code == 2 and "--type x is no COLUMN=TYPE" in error

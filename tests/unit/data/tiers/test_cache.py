@@ -253,3 +253,18 @@ def test_of_ranks_that_plan_the_first_is_heard_and_a_new_run_begins_anew(tmp_pat
         source.get(second, number)
     source.get(first, 3)
     assert source.fetched == {1: 1, 2: 1, 3: 1}, "3 came in because it comes again"
+
+
+def test_a_block_that_another_process_lets_go_meanwhile_stops_no_check(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "blocks" / "ab"
+    folder.mkdir(parents=True)
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    check_cache(_config(tmp_path))
+
+
+def test_a_folder_whose_lock_cannot_be_had_costs_speed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "lock").mkdir(parents=True)
+    source, cache = Source(), BlockCache(_config(tmp_path))
+    for number in (1, 2, 3, 4, 1):
+        assert source.get(cache, number, digest=True) == source.content(number)
+    assert cache.counts.not_kept == cache.counts.fetches == 5
