@@ -170,7 +170,7 @@ class TableConfig(_Loaded):
     """Which data this is."""
     path: str
     """A file, a folder, a pattern with ``*``, or an address such as s3://bucket/folder."""
-    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "images", "text", "tokens"] | None = None
+    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "mds", "images", "text", "tokens"] | None = None
     """Of the files; by their names when left out."""
     pattern: str | None = None
     """Which files of a folder."""

@@ -21,14 +21,14 @@ def bench_orders(reader: "StoreReader", *, batch: int, window: int | None, rows:
     from shoal.cli.console import print_table
     from shoal.core.errors import RequestError
     from shoal.data.sampling.quality import measure_order
-    from shoal.data.sampling.samplers import Sequential, Shuffled
+    from shoal.data.sampling.samplers import Sampling, Sequential, Shuffled
     from shoal.data.sampling.window import Windowed, describe_window
 
     if len(reader) < batch:
         raise RequestError(f"the store has {len(reader)} rows, and a batch {batch}; give a smaller --batch")
     starts = reader.block_starts
     size = min(window or 5 * batch, len(starts) - 1)
-    orders = {
+    orders: dict[str, Sampling] = {
         "full": Shuffled(0, len(reader)),
         "window": Windowed(0, starts, size),
         "time": Sequential(len(reader)),
