@@ -41,7 +41,7 @@ class Packed(Message, frozen=True):
     """The first work unit of the push, by which random choices were drawn."""
     sizes: tuple[int, ...]
     """Bytes of every compressed piece of the shard, in its order."""
-    keeper: int | None = None
+    owner: int | None = None
     """The place of the worker whose residual follows in the payload; None: there is none."""
 
 

@@ -91,12 +91,12 @@ class PushCodec:
         Raises:
             WrongGradient: there should be one and is not, or nobody's.
         """
-        if packed.keeper is None:
+        if packed.owner is None:
             return payload, None
         start = payload.numel() - 4 * self.kept_numel(shard)
-        if not self.saves_residuals or start < 0 or not 0 <= packed.keeper < self.num_shares:
+        if not self.saves_residuals or start < 0 or not 0 <= packed.owner < self.num_shares:
             raise WrongGradient(
-                f"a push to shard {shard.number} brings a residual of worker {packed.keeper}: none is due"
+                f"a push to shard {shard.number} brings a residual of worker {packed.owner}: none is due"
             )
         return payload[:start], payload[start:].clone().view(torch.float32)
 
@@ -263,5 +263,5 @@ class PushCompressor:
             parts += kept
             self.num_kept_bytes += sum(map(len, kept))
         payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        keeper = self.index if is_saved else None
-        return Packed(codec=str(codec.rule), unit=unit, sizes=tuple(sizes), keeper=keeper), payload
+        owner = self.index if is_saved else None
+        return Packed(codec=str(codec.rule), unit=unit, sizes=tuple(sizes), owner=owner), payload

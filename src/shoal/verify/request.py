@@ -35,6 +35,7 @@ from shoal.trainer.build import build_parts
 from shoal.trainer.config import Recipe, RecipeLike, read_recipe
 from shoal.trainer.request import refuse_settings
 from shoal.verify.compare.tolerance import needs_float64
+from shoal.verify.everyplan import COMPRESSED, server_plans
 from shoal.verify.exclusive import has_clock, refuse_clock
 from shoal.verify.mutants.mutant import Death
 from shoal.verify.reference.case import Case, Tree
@@ -449,37 +450,10 @@ def _left_out(recipe: Recipe, proposals: Sequence[Proposal], asked: str | None) 
             )
 
 
-def server_plans(num_processes: int) -> list[Plan]:
-    """Plans with parameter servers over so many processes: every rule on one server, backups and workers that are groups once
-    there are enough."""
-    workers = num_processes - 1
-    if workers < 1:
-        return []
-    several = ["bsp", "ssp:1", "async", f"half:{max(2, workers - 1)},0.25", "downpour:2,2"]
-    rules = ["bsp", "async"] if workers == 1 else several
-    found = [Plan(ps=1, workers=workers, update=rule) for rule in rules]
-    if num_processes >= 4:
-        found.append(Plan(ps=2, workers=num_processes - 2, update="bsp", backup=1))
-    if workers % 2 == 0:
-        found += [
-            Plan(ps=1, workers=workers // 2, update="bsp", tp=2),
-            Plan(ps=1, workers=workers // 2, update="bsp", pp=2),
-        ]
-    return found
-
-
-_COMPRESSED = {
-    2: ("dp=2 compress=int8", "dp=2 zero=1 compress=int4", "dp=2 compress=topk:0.01", "dp=2 compress=powersgd:2"),
-    3: ("dp=3 compress=int4",),
-    4: ("dp=4 compress=sign", "dp=2 pp=2 compress=int8"),
-}
-"""By processes, a plan for each way in which gradients go compressed: what a codec does to a tensor depends on no plan."""
-
-
 def compressed_plans(subject: Subject, num_processes: int) -> list[Plan]:
     """Plans over so many processes whose gradients go compressed, a few for all, where the recipe can run and prove them."""
     found = []
-    for text in _COMPRESSED.get(num_processes, ()):
+    for text in COMPRESSED.get(num_processes, ()):
         plan = Plan.parse(text)
         try:
             check_plan(subject, plan)

@@ -5,7 +5,8 @@ import pytest
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.optim.config import OptimConfig
-from shoal.verify.request import choose_precisions, prepare_verify, server_plans
+from shoal.verify.everyplan import server_plans
+from shoal.verify.request import choose_precisions, prepare_verify
 
 
 def texts(request):

@@ -83,8 +83,8 @@ class Replica:
                 raise WrongGradient(f"a push came as {packed.codec}, and this run compresses none, or not its rows")
             given, kept = state.codec.split_kept(as_tensor(payload, torch.uint8), packed, state.shard)
             is_new = state.store(identity, state.codec.unpack(given, packed, state.shard), version)
-            if is_new and kept is not None and packed.keeper is not None and state.kept is not None:
-                state.kept.store(identity, packed.keeper, kept)
+            if is_new and kept is not None and packed.owner is not None and state.kept is not None:
+                state.kept.store(identity, packed.owner, kept)
         elif rows:
             given = as_tensor(payload, torch.uint8)
             rest, found = unpack_rows(given, rows, state.shard, state.model, state.weights.dtype)

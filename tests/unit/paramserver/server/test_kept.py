@@ -52,8 +52,8 @@ def test_a_worker_that_takes_what_it_sent_for_a_checkpoint_sends_the_bytes_of_on
     for step in range(5):
         sent = worker.encode(gradient(step), spans, 2 * step + 1)
         worker.settle(is_kept=True)
-        keepers = {packed.keeper for packed, _ in sent}
-        assert keepers == ({1} if step + 1 in (2, 4, 5) else {None}), step
+        owners = {packed.owner for packed, _ in sent}
+        assert owners == ({1} if step + 1 in (2, 4, 5) else {None}), step
         if step == 3:
             told = [
                 codec.split_kept(payload, packed, shard)
