@@ -128,7 +128,9 @@ class HttpServer:
                 response = await self._answer(request)
                 close = self._is_closing or request.headers.get("connection", "").lower() == "close"
             except HttpError as error:
-                response, close = Response(status=error.status, content={"error": str(error)}), True
+                await self._send(writer, Response(status=error.status, content={"error": str(error)}), close=True)
+                await _linger(reader)
+                return
             await self._send(writer, response, close=close)
             if close:
                 return
@@ -173,6 +175,15 @@ class HttpServer:
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(self._limits.write_seconds):
                 await writer.drain()
+
+
+async def _linger(reader: asyncio.StreamReader) -> None:
+    """Read for a moment what a refused client still sends: closed at once, its connection would be reset before it reads why."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(1.0):
+            for _ in range(256):
+                if not await reader.read(65536):
+                    return
 
 
 def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
