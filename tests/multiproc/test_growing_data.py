@@ -4,9 +4,11 @@ an epoch has the version that the epoch began with, and every sample of every ve
 
 import os
 
+import numpy as np
 import pytest
 
 from shoal.data.store.writer import append_store, build_store
+from shoal.data.table import Table, number_column
 from shoal.telemetry.summaryfile import read_summary
 from support.processes.command import ROOT, read_events
 from support.training.appends import rows
@@ -95,3 +97,51 @@ def test_a_class_that_the_model_has_no_place_for_ends_the_run_with_its_number(sh
     append_store([table], store)
     done, _, _ = train("run", "dp=2", 9, resume=True, expect=1)
     assert "has the class 7 in column 'label', and the model was made for 3 classes" in done.stderr
+
+
+TOKENS = """
+[model]
+name = "gpt"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+source = "store"
+path = "tokens"
+sequence = 16
+follow = true
+validation = 0
+test = 0
+[train]
+steps = 10
+global_batch = 4
+seed = 3
+[optim]
+name = "adamw"
+lr = 1e-3
+[checkpoint]
+every = 0
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_windows_of_appended_tokens_are_taken_up_where_an_epoch_begins(shoal):
+    """Forty windows, and sixty once three hundred more tokens are there: receipts of both epochs, over a resume."""
+    folder = shoal.folder / "tokens"
+
+    def tokens(count):
+        return [Table.of([number_column("tokens", np.arange(count, dtype="<u2") % 50)])]
+
+    build_store(tokens(641), str(folder))
+    path = shoal.folder / "tokens.toml"
+    path.write_text(TOKENS)
+    shoal.run("train", path, "--plan", "dp=2", "--run-dir", "run", "--set", "train.steps=5")
+    append_store(tokens(321), str(folder))
+    shoal.run("train", path, "--plan", "dp=2", "--run-dir", "run", "--resume", "--set", "train.steps=25")
+    receipts = [(one["epoch"], one["rows"], one["ok"]) for one in read_events(shoal.folder / "run", 0, "epoch_receipt")]
+    assert receipts == [(0, 40, True), (1, 60, True)]
+    grown = [
+        (one["version"], one["samples"], one["added"]) for one in read_events(shoal.folder / "run", 0, "data_grew")
+    ]
+    assert grown == [(2, 60, 20)]

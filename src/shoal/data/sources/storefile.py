@@ -83,7 +83,19 @@ class StoreData:
                     f"{origin} has the class {int(highest)} in column {self.targets[0]!r}, and the model was made for "
                     f"{self.spec.classes} classes; train a new model on it, or leave such rows out"
                 )
-        return replace(self, reader=reader)
+        return replace(self, reader=reader, tokens=self._grown_tokens(reader, origin))
+
+    def _grown_tokens(self, reader: StoreReader, origin: str) -> TokenSequence | None:
+        if self.tokens is None:
+            return None
+        tokens = TokenSequence(reader, self.inputs[0])
+        if tokens.lowest < 0 or (self.spec.vocab is not None and tokens.highest >= self.spec.vocab):
+            raise RunError(
+                f"{origin} has token ids from {tokens.lowest} to {tokens.highest} in column {self.inputs[0]!r}, and the "
+                f"model was made for 0 to {(self.spec.vocab or 0) - 1}; set data.vocab to {tokens.highest + 1} or more and "
+                "train a new model"
+            )
+        return tokens
 
     def digest(self, part: RowSelection) -> str:
         """Of the samples of a part: of the digests of all blocks, the rows, and the columns in their order."""
@@ -145,10 +157,6 @@ def _open_tokens(config: StoreConfig, reader: StoreReader, split: Split | None) 
         raise RequestError(
             "data.sequence makes samples of token ids alone; leave it out, or data.inputs and data.target"
         )
-    if config.follow:
-        raise RequestError(
-            "data.follow is for rows, and data.sequence makes samples of token ids that go over many rows; leave one of them out"
-        )
     column = choose_tokens(reader.manifest.schema, config.tokens)
     tokens = TokenSequence(reader, column)
     if tokens.lowest < 0:
@@ -167,7 +175,14 @@ def _open_tokens(config: StoreConfig, reader: StoreReader, split: Split | None) 
     cut = split_positions(len(tokens), config.validation, config.test, needed=needed, what="token ids")
     train, validation, test = (RowSelection.of_range(part) for part in cut)
     spec = DataSpec(kind="tokens", vocab=vocab, sequence=config.sequence, tokens_per_sample=config.sequence)
-    return StoreData(reader=reader, spec=spec, parts=(train, validation, test), inputs=(column,), tokens=tokens)
+    return StoreData(
+        reader=reader,
+        spec=spec,
+        parts=(train, validation, test),
+        inputs=(column,),
+        tokens=tokens,
+        follows=config.follow,
+    )
 
 
 def _open_rows(config: StoreConfig, reader: StoreReader, split: Split | None) -> StoreData:

@@ -109,25 +109,60 @@ class StoreRows:
 
 
 class StoreWindows:
-    """Windows of the token ids of a store; a sample reads one id more than it steps, as of a token file."""
+    """Windows of the token ids of a store; a sample reads one id more than it steps, as of a token file.
+
+    What newer versions append is a sequence of its own: its windows come behind those that were there, whose numbers stay.
+    """
 
     def __init__(self, data: StoreData, part: RowSelection) -> None:
-        assert data.tokens is not None and data.spec.sequence is not None
-        self._data, self._part, self._tokens = data, part, data.tokens
+        assert data.spec.sequence is not None
         self._sequence = data.spec.sequence
-        self._first = int(part.starts[0]) if len(part) else 0
-        self._count = max(0, (len(part) - 1) // self._sequence)
+        self._first_data, self._first_part = data, part
+        self.follows = data.follows
         self.options = LoaderOptions()
+        self._read(data, part)
+
+    def _read(self, data: StoreData, part: RowSelection) -> None:
+        assert data.tokens is not None
+        self._data, self._part, self._tokens = data, part, data.tokens
+        self._firsts = np.asarray(part.starts, dtype=np.int64)
+        """The first id of each range."""
+        lengths = np.asarray(part.stops, dtype=np.int64) - self._firsts
+        self._ends = np.cumsum(np.maximum(0, (lengths - 1) // self._sequence)).astype(np.int64)
+        """(ranges,): samples of each range and of those before it."""
 
     @property
     def block_starts(self) -> NDArray[np.int64]:
         """(blocks + 1,): the first sample that begins in each block, and the number of samples."""
-        first_ids = self._tokens.starts - self._first
-        found = np.clip(-(-first_ids // self._sequence), 0, self._count)
-        return np.unique(np.append(found, [0, self._count]))
+        found = [np.array([0, len(self)], dtype=np.int64)]
+        for first, before, end in zip(self._firsts, np.append(0, self._ends[:-1]), self._ends, strict=True):
+            found.append(np.clip(before - (-(self._tokens.starts - first) // self._sequence), before, end))
+        return np.unique(np.concatenate(found))
+
+    @property
+    def address(self) -> str:
+        """Of the store."""
+        return self._data.reader.folder.address
+
+    @property
+    def version(self) -> int:
+        """Of the store."""
+        return self._data.reader.version
+
+    def newest_version(self) -> int:
+        """Of the store, as it is now."""
+        return self._data.newest_version()
+
+    def grow(self, version: int) -> None:
+        """See ``Growing``."""
+        first, data = self._first_part, self._first_data.grown(version)
+        assert self._first_data.tokens is not None and data.tokens is not None
+        added = np.array([len(self._first_data.tokens), len(data.tokens)], dtype=np.int64)
+        part = RowSelection(np.append(first.starts, added[:1]), np.append(first.stops, added[1:]))
+        self._read(data, part if added[0] < added[1] else first)
 
     def __len__(self) -> int:
-        return self._count
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def uniform_weight(self) -> int | None:
@@ -144,7 +179,7 @@ class StoreWindows:
         Raises:
             BrokenFile: a block is gone, torn or altered; names its file.
         """
-        starts = self._first + np.asarray(ids, dtype=np.int64) * self._sequence
+        starts = self._places(ids)
         tokens = torch.from_numpy(self._tokens.windows(starts, self._sequence + 1))
         return Items(inputs=(tokens[:, :-1],), targets=tokens[:, 1:], weight=len(starts) * self._sequence)
 
@@ -160,8 +195,16 @@ class StoreWindows:
 
     def _blocks(self, reads: Sequence[SampleIds]) -> list[NDArray[np.int64]]:
         # A window that goes on in the next block counts for the one in which it begins.
-        places = [self._first + np.asarray(ids, dtype=np.int64) * self._sequence for ids in reads]
-        return [np.searchsorted(self._tokens.starts, each, side="right") - 1 for each in places]
+        return [np.searchsorted(self._tokens.starts, self._places(ids), side="right") - 1 for ids in reads]
+
+    def _places(self, ids: SampleIds) -> NDArray[np.int64]:
+        """The first token of each sample."""
+        samples = np.asarray(ids, dtype=np.int64)
+        if len(self._firsts) == 1:
+            return np.asarray(self._firsts[0] + samples * self._sequence)
+        number = np.searchsorted(self._ends, samples, side="right")
+        before = np.append(0, self._ends[:-1])[number]
+        return np.asarray(self._firsts[number] + (samples - before) * self._sequence)
 
 
 def _join(table: Table, names: Sequence[str]) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import StoreConfig, TokensConfig
 from shoal.data.fingerprint import list_differences, take_fingerprint
+from shoal.data.growing import growing
 from shoal.data.sources.storefile import pin_version
 from shoal.data.store.blockwriter import BlockOptions
 from shoal.data.store.building.tokenfiles import token_units
@@ -114,6 +115,37 @@ def test_a_pinned_version_stays_as_it_is_and_fingerprints_tell_versions_apart(to
     assert list_differences(before, after, here="", there="") == []
     assert list_differences(before, newest, here="here", there="there") != []
     assert pin_version(config).version == 2
+
+
+def test_windows_of_appended_tokens_come_behind_those_that_were_there(token_store):
+    path = str(token_store / "store")
+    config = StoreConfig(source="store", path=path, sequence=64, vocab=100, validation=0.1, test=0.1, follow=True)
+    splits = build_splits(config, seed=0)
+    train, count, held_out = splits.train, len(splits.train), len(splits.validation)
+    assert growing(train) is train and train.version == 1 and train.newest_version() == 1
+    before = train.collate(range(count))
+    ids = np.load(token_store / "ids.npy")
+    added = np.random.default_rng(1).integers(0, 100, size=9_001).astype("<u2")
+    for number, part in enumerate((added[:5_000], added[5_000:]), 2):
+        append_store([Table.of([number_column("tokens", part)])], path)
+        assert train.newest_version() == number and len(train) == count + (number - 2) * (4_999 // 64)
+        digest = train.digest()
+        train.grow(number)
+        assert train.digest() != digest and train.version == number
+        same(train.collate(range(count)), before)
+    assert len(train) == count + 9_000 // 64 and len(splits.validation) == held_out
+    # No window goes over the place where the appended tokens begin, and each of their tokens is predicted once.
+    new = train.collate(range(count, len(train)))
+    assert np.array_equal(new.inputs[0].numpy().reshape(-1), added[: 9_000 // 64 * 64])
+    assert np.array_equal(new.targets.numpy().reshape(-1), added[1 : 9_000 // 64 * 64 + 1])
+    both = train.collate([count, 0, count - 1, len(train) - 1])
+    assert np.array_equal(both.inputs[0][1].numpy(), ids[:64]) and torch.equal(both.inputs[0][0], new.inputs[0][0])
+    starts = train.block_starts
+    assert count in starts and starts[0] == 0 and starts[-1] == len(train) and (np.diff(starts) > 0).all()
+    append_store([Table.of([number_column("tokens", np.full(100, 100, "<u2"))])], path)
+    with pytest.raises(RunError, match=r"token ids from 0 to 100 .* made for 0 to 99; set data.vocab to 101 or more"):
+        train.grow(4)
+    assert train.version == 3
 
 
 def test_a_block_that_goes_under_a_run_is_told_by_name(token_store):
