@@ -1,5 +1,6 @@
 """Rates that adapt, on several ranks: each rule finds what one process finds, and goes on after a resume as if never stopped."""
 
+import itertools
 import json
 
 import pytest
@@ -136,3 +137,35 @@ def test_measuring_the_noise_costs_one_small_message_a_step():
     }
     calls, num_bytes = without.get(key, (0, 0))
     assert with_it[key] == (calls + 1, num_bytes + 2 * 8 * 4)
+
+
+def bold_factors(losses, steps):
+    """Of each step, by the bold driver written a second time (Vogl et al. 1988; Battiti 1989).
+
+    Losses are by the step after which they were measured: a fall raises the rate, a rise halves it.
+    """
+    factor, best, last, found = 1.0, None, None, []
+    for step in range(1, steps + 1):
+        found.append(factor)
+        if step not in losses:
+            continue
+        loss = losses[step]
+        if best is None:
+            best = last = loss
+            continue
+        fell, rose = loss < best * (1 - 1e-3), loss > last * (1 + 1e-3)
+        factor = min(10.0, factor * 1.05) if fell else max(0.05, factor * 0.5) if rose else factor
+        best, last = (loss if fell else best), loss
+    return found
+
+
+def test_rates_of_a_run_are_those_of_the_bold_driver_by_its_own_evaluations(tmp_path):
+    """A proof makes no evaluations, so the rule is held here to what a run on two ranks says that it measured."""
+    wild = {"steps": 24, "lr": 0.9}
+    rates = run_on_ranks(train, 2, "dp=2", "bold", str(tmp_path), 99, False, wild)[0]["rates"]
+    events = [json.loads(line) for line in (tmp_path / "events" / "rank-000.jsonl").read_text().splitlines()]
+    losses = {one["step"]: one["loss"] for one in events if one["kind"] == "evaluated"}
+    expected = bold_factors(losses, 24)
+    assert [rate / rates[0] for rate in rates] == pytest.approx(expected, rel=1e-12)
+    changes = [after / before for before, after in itertools.pairwise(expected)]
+    assert max(changes) > 1 > min(changes), "it both rose and fell"

@@ -1,10 +1,17 @@
 """The whole way: a recipe is trained, its checkpoints are compared, and the run is exported for other programs."""
 
+import csv
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from shoal.data.prepare import prepare_rows
+from shoal.data.rawrows import load_preparation
+from shoal.trainer.build import load_run
 
 
 @pytest.mark.soak
@@ -51,6 +58,36 @@ def test_averaged_weights_are_exported_from_a_checkpoint_of_any_plan(shoal, tiny
     assert "holds no averaged weights" in refused.stderr and not (tmp_path / "none").exists()
 
 
+@pytest.mark.soak
+def test_an_export_prepares_raw_rows_as_the_run_did(shoal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).parents[2] / "recipes" / "table.toml"
+    pumps = recipe.parent / "data" / "pumps.csv"
+    (tmp_path / "pumps.csv").write_bytes(pumps.read_bytes())
+    settings = ("--set", "data.path=pumps.csv", "--set", "train.steps=5", "--set", "checkpoint.every=5")
+    shoal.run("train", recipe, "--plan", "dp=1", "--run-dir", "run", *settings)
+    said = shoal.run("ckpt", "export", "run", "--to", "out", "--format", "torch-export", "--json", "out.json")
+    assert "prepares rows as training did" in said.stdout
+    # Neither the run nor its data is there for whoever serves; only the raw rows of a client.
+    with pumps.open() as file:
+        lines = list(csv.DictReader(file))
+    run = load_run(tmp_path / "run")
+    scores = {}
+    for name, split in prepare_rows(run.recipe.data.model_copy(update={"path": str(pumps)})).splits.items():
+        scores[name] = run.model(torch.from_numpy(split.inputs[""]))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "pumps.csv").unlink()
+    kinds = {"temperature": float, "pressure": float, "flow": float}
+    rows = [{name: kinds.get(name, str)(line[name]) if line[name] else None for name in RAW} for line in lines]
+    inputs = load_preparation(tmp_path / "out" / "prepare").prepare_values(rows)[""]
+    found = torch.export.load(tmp_path / "out" / "model.pt2").module()(torch.from_numpy(inputs))
+    assert sum(map(len, scores.values())) == len(found) == 360
+    assert torch.allclose(
+        torch.cat(list(scores.values())).sort(dim=0).values, found.sort(dim=0).values, rtol=0, atol=1e-5
+    )
+
+
+RAW = ("temperature", "pressure", "flow", "kind", "when")
 PARTS = """
 import torch
 from torch import nn

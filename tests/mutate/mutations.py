@@ -10,12 +10,24 @@ from checkpoint_mutations import CHECKPOINTS
 from ending_mutations import ENDINGS
 from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
+from online_mutations import ONLINE
 from promises import Mutation
 from receipt_mutations import RECEIPTS
 from store_mutations import STORES
 from table_mutations import TABLES
 from trust_mutations import TRUST
 
-MUTATIONS: list[Mutation] = [*NUMERICS, *ENDINGS, *FAILURE, *CHECKPOINTS, *CACHES, *STORES, *RECEIPTS, *TABLES, *TRUST]
+MUTATIONS: list[Mutation] = [
+    *NUMERICS,
+    *ENDINGS,
+    *FAILURE,
+    *CHECKPOINTS,
+    *CACHES,
+    *STORES,
+    *RECEIPTS,
+    *TABLES,
+    *ONLINE,
+    *TRUST,
+]
 WITHOUT: dict[str, str] = {}
 """Promises without a mutation, each with the reason."""

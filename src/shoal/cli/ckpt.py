@@ -186,6 +186,7 @@ def export(
     from shoal.checkpoint.export import new_folder, read_weights, write_weights
 
     errors: dict[str, float] = {}
+    prepares: Path | None = None
     with new_folder(target, like=source) as draft:
         checkpoint = read_weights(source, averaged=weights == "ema")
         if format in ("safetensors", "all"):
@@ -195,6 +196,11 @@ def export(
 
             wanted = {"all": "torch-export", "program": "torch-export"}.get(format, format)
             errors[wanted] = export_model(run_dir, checkpoint.tensors, draft, format=wanted, origin=str(source))
+        if run_dir is not None:
+            from shoal.data.fitted import FOLDER
+            from shoal.data.rawrows import export_preparation
+
+            prepares = export_preparation(run_dir / FOLDER, draft)
     files = sorted(str(path) for path in target.iterdir())
     kind = "averaged " if weights == "ema" else ""
     print(f"exported step {checkpoint.step}: {len(checkpoint.tensors)} {kind}tensors")
@@ -202,6 +208,8 @@ def export(
         print(f"  {file}")
     for wanted, error in errors.items():
         print(f"{wanted} run on the same inputs differs from the trained model by {error:.1e}")
+    if prepares is not None:
+        print(f"{target / prepares.name} prepares rows as training did: shoal.data.rawrows.load_preparation")
     result = {"checkpoint": source, "step": checkpoint.step, "folder": target, "files": files}
     write_result(json_file, {**result, "errors": errors} if errors else result)
 

@@ -20,13 +20,14 @@ from shoal.cli.calibrate import calibrate
 from shoal.cli.clusters import job
 from shoal.cli.data import group as data
 from shoal.cli.doctor import doctor
-from shoal.cli.eval import eval as evaluate
 from shoal.cli.init import init
+from shoal.cli.models.eval import eval as evaluate
+from shoal.cli.models.sample import sample
+from shoal.cli.models.serve import serve
 from shoal.cli.place import place
 from shoal.cli.plan import plan
 from shoal.cli.predict import predict
 from shoal.cli.run import run
-from shoal.cli.sample import sample
 from shoal.cli.schedule import ScheduleCommand, schedule
 from shoal.cli.simulate import simulate
 from shoal.cli.startup import LightGroup, only_when_done, prepare_completion
@@ -55,6 +56,7 @@ app.command("tune")(tune)
 app.command("calibrate")(calibrate)
 app.command("eval")(evaluate)
 app.command("sample")(sample)
+app.command("serve")(serve)
 app.command("schedule", cls=ScheduleCommand)(schedule)
 app.command("plan")(plan)
 app.command("predict")(predict)

@@ -56,6 +56,10 @@ _FindRate = Annotated[
         "--find-rate", help="Print losses at learning rates that grow, and the rate to begin with; train nothing."
     ),
 ]
+_Follow = Annotated[
+    bool,
+    typer.Option("--follow", help="Never end: take in what is appended to the store, and publish the model meanwhile."),
+]
 _HelpRecipe = Annotated[bool, typer.Option("--help-recipe", help="Print every key of a recipe with its default.")]
 _Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a recipe, for editors.")]
 _NO_AUTO = (
@@ -92,6 +96,7 @@ def train(
     profile: _Profile = None,
     forecast: _Forecast = False,
     find_rate: _FindRate = False,
+    follow: _Follow = False,
     on: On = None,
     nodes: Nodes = None,
     per_node: PerNode = None,
@@ -115,14 +120,13 @@ def train(
     recipe = _named_recipe(recipe)
     check_result_file(json_file)
     resume = resume or resume_auto
-    changes = _changes(overrides, max_restarts, profile)
+    changes = _changes(recipe, overrides, max_restarts, profile, follow=follow)
     request = TrainRequest(
         recipe=recipe, plan=plan, overrides=tuple(changes), run_dir=run_dir, resume=resume, may_start=resume_auto
     )
     is_odd = dry_run or find_rate or forecast or nproc is not None
     start_elsewhere(request, on, nodes=nodes, per_node=per_node, hosts=hosts, json_file=json_file, is_odd=is_odd)
-    place = read_place(os.environ)
-    launched = place.is_launched
+    launched = (place := read_place(os.environ)).is_launched
     _refuse_search(find_rate, resume=resume, dry_run=dry_run, launched=launched)
     _wait_quietly(launched)
     named = read_hosts(hosts, hostfile)
@@ -130,12 +134,10 @@ def train(
     _check_processes(None if launched or dry_run or named else nproc)
     from shoal.tuning.plan_choice import asks_auto, choose_for_run, forecast_plan
 
-    own = OwnParts(is_dry=dry_run)
-    forecast_page = None
+    own, forecast_page = OwnParts(is_dry=dry_run), None
     if asks_auto(recipe, plan, changes):
         required = run_dir if resume and not resume_auto else None
-        elsewhere = launched or bool(named)
-        try_before_search(recipe, changes, launched=elsewhere, own=own, required=required)
+        try_before_search(recipe, changes, launched=launched or bool(named), own=own, required=required)
         plan, forecast_page = choose_for_run(
             recipe, overrides=changes, num_processes=nproc, run_dir=run_dir, resume=resume
         )
@@ -289,13 +291,20 @@ def _describe_only(prepared: "Prepared", json_file: Path | None) -> None:
     write_result(json_file, result)
 
 
-def _changes(overrides: list[str] | None, max_restarts: int | None, profile: str | None) -> list[str]:
+def _changes(
+    recipe: Path, overrides: list[str] | None, max_restarts: int | None, profile: str | None, *, follow: bool
+) -> list[str]:
     """What the options change in the recipe."""
     changes = list(overrides or ())
     if max_restarts is not None:
         changes.append(f"elastic.max_restarts={max_restarts}")
     if profile is not None:
         changes.append(f'telemetry.profile="{profile}"')
+    if follow:
+        from shoal.core.config import apply_overrides, read_toml
+        from shoal.trainer.online.follow import follow_overrides
+
+        changes += follow_overrides(apply_overrides(read_toml(recipe), changes))
     return changes
 
 

@@ -122,9 +122,9 @@ class Mesh:
     def close(self) -> None:
         """Give back shared memory and the groups made for this mesh; closing twice is allowed. Nothing works afterwards."""
         for channel in (*self.channels.values(), self.replicas, self.everyone, *self._background):
-            if isinstance(channel.transport, ThreadedTransport):
-                # The thread first: it may be using the rest.
-                channel.transport.close()
+            # The thread first: it may be using the rest. Memory that one still uses goes when it ends, or with the process.
+            if isinstance(channel.transport, ThreadedTransport) and not channel.transport.close():
+                continue
             if isinstance(inner := inner_transport(channel), (SharedTransport, TwoLevelTransport)):
                 inner.close()
         # A process that proves many plans makes many meshes, and each of gloo's groups has threads of its own.

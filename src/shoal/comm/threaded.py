@@ -77,6 +77,8 @@ class ThreadedTransport:
         self._name = name
         self._deadline_seconds = deadline_seconds
         self._thread: threading.Thread | None = None
+        self._ending: threading.Thread | None = None
+        """The thread after ``close``: it may still be at work."""
         self._queue: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._last: _Started | None = None
         self._failure: BaseException | None = None
@@ -118,15 +120,16 @@ class ThreadedTransport:
         """See ``Transport``."""
         self._do("broadcast", lambda inner: inner.broadcast_(tensor, source))
 
-    def close(self) -> None:
-        """Let the thread end when it has done what was started; closing twice is allowed."""
+    def close(self) -> bool:
+        """Let the thread end when it has done what was started; closing twice is allowed. False while it is still at work."""
         if self._thread is not None:
             self._queue.put(None)
+            self._ending, self._thread = self._thread, None
             # One that is stuck in a message to a lost peer ends by that message's deadline, or with the process.
-            self._thread.join(_JOIN_SECONDS)
-            self._thread = None
+            self._ending.join(_JOIN_SECONDS)
         if self._failure is None:
             self._failure = RunError(f"the mesh is closed, so axis {self._name} cannot be used any more")
+        return self._ending is None or not self._ending.is_alive()
 
     def _do(self, operation: str, work: Callable[[Transport], None]) -> None:
         last = self._last

@@ -238,6 +238,52 @@ class DataGrew(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Published(Event):
+    """A version of the model was published for whoever predicts with it."""
+
+    kind: ClassVar[str] = "published"
+    step: int
+    version: int
+    loss: float
+    """On the held-back window."""
+    last_loss: float | None
+    """Of the version before, on the same window; None where there is none."""
+    weights_sha256: str
+    data_version: int
+    seconds: float
+    """That it took, from the look at the window to the pointer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshRefused(Event):
+    """The model was not published: the version before stays the newest."""
+
+    kind: ClassVar[str] = "refresh_refused"
+    step: int
+    loss: float
+    last_loss: float | None
+    limit: float | None
+    """What the loss may be at most; None where it only has to be finite."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftMeasured(Event):
+    """How far recent training samples are from those of the first window, and recent losses from those of the last version."""
+
+    kind: ClassVar[str] = "drift"
+    step: int
+    samples: int
+    """In the recent window."""
+    stability: float
+    """The largest population stability index of an input; above 0.25 is commonly called a shift."""
+    where: str
+    """The input that has it."""
+    loss_shift: float
+    """The mean of recent losses less that before the last published version, in standard deviations of those."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReaderSlow(Event):
     """One rank's loading takes much longer than that of the others, which wait for it."""
 
@@ -424,6 +470,8 @@ class WorkerTraffic(Event):
     kind: ClassVar[str] = "traffic"
     pushed_bytes: int
     pulled_bytes: int
+    residual_bytes: int = 0
+    """Of what it has not sent, for checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def published(self) -> Path:
+        """Models that were published while the run trained, and the pointer to the newest."""
+        return self.root / "published"
+
+    @property
     def traces(self) -> Path:
         """Profiles of chosen steps."""
         return self.root / "traces"

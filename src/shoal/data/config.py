@@ -116,10 +116,10 @@ class StoreConfig(_Loaded):
     """The column of token ids; the only one of whole numbers when left out."""
     vocab: Count | None = None
     """Number of token ids; one more than the highest in the store when left out."""
-    follow: bool = False
-    """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
     cache: CacheConfig = CacheConfig()
     """What is kept near of a store that is not on this machine."""
+    follow: bool = False
+    """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
     load: Literal["whole", "blocks", "index"] = "index"
     """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
 
@@ -170,7 +170,7 @@ class TableConfig(_Loaded):
     """Which data this is."""
     path: str
     """A file, a folder, a pattern with ``*``, or an address such as s3://bucket/folder."""
-    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "images", "text", "tokens"] | None = None
+    format: Literal["csv", "jsonl", "parquet", "arrow", "webdataset", "mds", "images", "text", "tokens"] | None = None
     """Of the files; by their names when left out."""
     pattern: str | None = None
     """Which files of a folder."""

@@ -28,7 +28,7 @@ READS = 3
 _SECONDS_PER_READ = 1.0
 """Every rank reads at every start: what takes longer holds them all up."""
 _SAMPLES = {"train": 4, "validation": 2, "test": 0}
-_KEYS = ("samples", "form", "contents")
+_KEYS = ("labels", "samples", "form", "contents")
 
 
 @runtime_checkable
@@ -37,6 +37,15 @@ class Hashed(Protocol):
 
     def digest(self) -> str:
         """A hash of all its samples."""
+
+
+@runtime_checkable
+class Labelled(Protocol):
+    """A source whose targets are ids of labels."""
+
+    @property
+    def vocabulary(self) -> str:
+        """The column and its labels in a few words, with their digest; empty where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class SplitPrint:
     """Shapes and types of a sample; empty where samples are not always the same, and where there is none."""
     contents: str = ""
     """A hash; empty where samples are not always the same."""
+    labels: str = ""
+    """The vocabulary of labels; empty where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,10 @@ class Fingerprint:
 
     def as_values(self) -> dict[str, dict[str, Any]]:
         """JSON, for a checkpoint or another process."""
-        return {name: {key: getattr(split, key) for key in _KEYS} for name, split in self.splits.items()}
+        return {
+            name: {key: getattr(split, key) for key in _KEYS if key != "labels" or split.labels}
+            for name, split in self.splits.items()
+        }
 
     @classmethod
     def from_values(cls, values: Any) -> "Fingerprint":
@@ -68,7 +82,11 @@ class Fingerprint:
             ValueError: it is none.
         """
         try:
-            splits = {str(name): SplitPrint(**{key: split[key] for key in _KEYS}) for name, split in values.items()}
+            # Checkpoints of data without labels, and those from before they were told, have none.
+            splits = {
+                str(name): SplitPrint(**{key: split[key] if key != "labels" else split.get(key, "") for key in _KEYS})
+                for name, split in values.items()
+            }
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{values!r} is no fingerprint of data") from error
         return cls(splits=splits)
@@ -83,7 +101,12 @@ class Fingerprint:
         }
 
 
-_NAMES = {"samples": "number of samples", "form": "form of a sample", "contents": "hash"}
+_NAMES = {
+    "labels": "vocabulary of labels",
+    "samples": "number of samples",
+    "form": "form of a sample",
+    "contents": "hash",
+}
 
 
 def take_fingerprint(data: Splits, *, reads: int = READS, seconds: float | None = None) -> Fingerprint:
@@ -118,7 +141,12 @@ def _differences(ours: Fingerprint, theirs: Fingerprint, *, here: str, there: st
     for name in dict.fromkeys((*ours.splits, *theirs.splits)):
         nothing = SplitPrint(samples=0)
         own, other = ours.splits.get(name, nothing), theirs.splits.get(name, nothing)
-        if own.samples != other.samples:
+        if own.labels and other.labels and own.labels != other.labels:
+            yield (
+                "labels",
+                f"the {name} split has the vocabulary of labels {own.labels} {here}, and {other.labels} {there}",
+            )
+        elif own.samples != other.samples:
             yield "samples", f"the {name} split has {own.samples} samples {here} and {other.samples} {there}"
         elif own.form and other.form and own.form != other.form:
             yield "form", f"a sample of the {name} split has {own.form} {here} and {other.form} {there}"
@@ -141,7 +169,8 @@ def _print_split(source: Source | None, name: str, reads: int, limit: Deadline) 
         return SplitPrint(samples=0)
     if isinstance(source, Hashed):
         form, _ = _look(source.collate([0]))
-        return SplitPrint(samples=num_samples, form=form, contents=source.digest())
+        labels = source.vocabulary if isinstance(source, Labelled) else ""
+        return SplitPrint(samples=num_samples, form=form, contents=source.digest(), labels=labels)
     number_only = SplitPrint(samples=num_samples)
     if not _SAMPLES[name]:
         return number_only

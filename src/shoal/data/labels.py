@@ -21,6 +21,8 @@ from shoal.data.table import Table
 
 Label = str | int
 _KINDS = (int, str)
+MOST = 1 << 20
+"""Labels of the largest vocabulary, where the recipe says nothing."""
 
 
 class LabelsConfig(Config):
@@ -28,7 +30,7 @@ class LabelsConfig(Config):
 
     unknown: Literal["refuse", "count", "append"] = "refuse"
     """A held-out label that no training row has: refuse it; count it, and leave it out of loss and metrics; or append it."""
-    most: int = 1 << 20
+    most: int = MOST
     """The largest vocabulary."""
 
 
@@ -43,10 +45,20 @@ class LabelSpace:
         """What two workers must agree on."""
         return hashlib.blake2b(json.dumps(self.names, ensure_ascii=True).encode(), digest_size=16).hexdigest()
 
-    def append(self, labels: Iterable[Label]) -> "LabelSpace":
-        """With these labels behind those that are there; no old id moves."""
-        known = set(self.names)
-        return LabelSpace(names=(*self.names, *sort_labels(set(labels) - known)))
+    def describe(self) -> str:
+        """In a few words, which are others for other labels."""
+        first, last = (f"{str(self.names[place])[:30]!r}" for place in (0, -1)) if self.names else ("none", "none")
+        return f"{len(self.names)} labels from {first} to {last}, digest {self.digest[:12]}"
+
+    def append(self, labels: Iterable[Label], *, most: int = MOST, what: str = "target") -> "LabelSpace":
+        """With these labels behind those that are there; no old id moves.
+
+        Raises:
+            RequestError: there are too many.
+        """
+        names = (*self.names, *sort_labels(set(labels) - set(self.names)))
+        _refuse_too_many(len(names), most, what)
+        return LabelSpace(names=names)
 
     def encode(self, labels: Sequence[Label], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Ids of rows, given their distinct labels and places among them; the number of rows whose label is unknown, which get
@@ -62,7 +74,7 @@ def sort_labels(labels: Iterable[Label]) -> list[Label]:
     return sorted(labels, key=lambda label: (1, 0, label.encode()) if isinstance(label, str) else (0, label, b""))
 
 
-def unite_labels(parts: Iterable[Iterable[Label]], *, most: int = 1 << 20, what: str = "target") -> LabelSpace:
+def unite_labels(parts: Iterable[Iterable[Label]], *, most: int = MOST, what: str = "target") -> LabelSpace:
     """The vocabulary of all workers' and shards' labels, the same for any number and order of them.
 
     Raises:
@@ -71,13 +83,16 @@ def unite_labels(parts: Iterable[Iterable[Label]], *, most: int = 1 << 20, what:
     united: set[Label] = set()
     for part in parts:
         united.update(part)
-        if len(united) > most:
-            raise RequestError(
-                f"data.labels: column {what!r} has more than {most} labels; is it a number to predict (say its type float in "
-                f"data.types)? "
-                "Otherwise raise data.labels.most"
-            )
+        _refuse_too_many(len(united), most, what)
     return LabelSpace(names=tuple(sort_labels(united)))
+
+
+def _refuse_too_many(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise RequestError(
+            f"data.labels: column {what!r} has more than {most} labels; is it a number to predict (say its type float in "
+            "data.types)? Otherwise raise data.labels.most"
+        )
 
 
 def labels_of(table: Table, name: str, *, where: str) -> tuple[list[Any], NDArray[np.int64]]:
@@ -93,17 +108,3 @@ def labels_of(table: Table, name: str, *, where: str) -> tuple[list[Any], NDArra
             f"{where}: column {name!r} is {table.schema[name].kind}, and labels are texts or whole numbers"
         )
     return labels, groups.codes
-
-
-def refuse_other_space(own: LabelSpace, digest: str, *, who: str) -> None:
-    """Refuse a worker with another vocabulary.
-
-    Raises:
-        RequestError: its digest is another.
-    """
-    if digest != own.digest:
-        raise RequestError(
-            f"{who} has another vocabulary of labels (digest {digest[:12]}, here {own.digest[:12]} of {len(own.names)}); "
-            f"read the same "
-            "data on all of them"
-        )

@@ -50,6 +50,11 @@ class PreparedRows:
     certificate: CutCertificate
     fitted: Fitted
     space: LabelSpace | None
+    schema: Schema
+    """Columns as they are read, of inputs, targets and steps."""
+    inputs: Mapping[str, tuple[str, ...]]
+    """Columns of each input by its name."""
+    targets: tuple[str, ...]
     is_named: bool
     """True where inputs have names."""
     rejected: int = 0
@@ -118,6 +123,13 @@ def _inputs_of(config: TableConfig, names: tuple[str, ...]) -> dict[str, tuple[s
     return {"": config.inputs or tuple(name for name in names if name not in others)}
 
 
+def _raw_schema(schema: Schema, inputs: Mapping[str, tuple[str, ...]], config: TableConfig) -> Schema:
+    """The columns that are read for the model: not those that only the cut looks at."""
+    used = {name for columns in inputs.values() for name in columns} | set(_targets_of(config))
+    used |= {name for step in config.prepare for name in step.columns}
+    return Schema(fields=tuple(field for field in schema.fields if field.name in used))
+
+
 def prepare_rows(config: TableConfig) -> PreparedRows:
     """Read, cut, fit and apply.
 
@@ -143,7 +155,7 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
         )
     splits = {}
     for name, part in parts.items():
-        made = {key: _tensor(part, columns, name) for key, columns in inputs.items()}
+        made = {key: tensor_of(part, columns, name) for key, columns in inputs.items()}
         if not _targets_of(config):
             tokens = next(iter(made.values()))
             if config.format != "tokens" and opened.format != "tokens":
@@ -167,6 +179,9 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
         certificate=cut.certificate,
         fitted=fitted,
         space=space,
+        schema=_raw_schema(table.schema, inputs, config),
+        inputs=inputs,
+        targets=_targets_of(config),
         is_named=isinstance(config.inputs, dict),
         rejected=opened.options.rejects.count,
         lines=tuple(lines),
@@ -204,12 +219,12 @@ def _targets(
     field = parts["train"].schema[names[0]]
     is_label = len(names) == 1 and (field.is_ragged or field.dtype.kind in "iub")
     if not is_label:
-        return None, {}, {split: _tensor(part, names, split, what="target") for split, part in parts.items()}
+        return None, {}, {split: tensor_of(part, names, split, what="target") for split, part in parts.items()}
     found = {split: labels_of(part, names[0], where=f"the {split} split of {where}") for split, part in parts.items()}
     space = unite_labels([found["train"][0]], most=config.labels.most, what=names[0])
     if config.labels.unknown == "append":
         for split in NAMES[1:]:
-            space = space.append(found[split][0])
+            space = space.append(found[split][0], most=config.labels.most, what=names[0])
     targets, unknown = {}, {}
     for split, (labels, codes) in found.items():
         targets[split], unknown[split] = space.encode(labels, codes)
@@ -231,8 +246,12 @@ def _have(table: Table, name: str, what: str) -> Column:
     return table[name]
 
 
-def _tensor(table: Table, names: tuple[str, ...], split: str, what: str = "inputs") -> NDArray[Any]:
-    """(rows, ...) of float32, or int64 where all columns are whole numbers."""
+def tensor_of(table: Table, names: tuple[str, ...], split: str, what: str = "inputs") -> NDArray[Any]:
+    """(rows, ...) of float32, or int64 where all columns are whole numbers.
+
+    Raises:
+        RequestError: a column is not there, is no numbers, or has missing values.
+    """
     columns = [_have(table, name, what) for name in names]
     for column in columns:
         own = column.field

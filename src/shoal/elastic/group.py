@@ -9,9 +9,10 @@ for every change. No clock, no socket, no randomness here.
 
 A rank is in at most one view: it leaves the groups of the old epoch before it joins those of a newer one, and a collective
 ends only if all members of its view take part. So two views that share a member cannot both go on, nor can one that has a dead
-member. A view that shares none with the one before waits until one of those is known to have ended: its end was seen, or the
-lease of its host is over (``lease.py``): a host that the coordinator does not answer stops before that. A member that was left
-out is never let in again: it has to come as another process, with nothing in its hands.
+member. A view that shares none with one before waits until one of those is known to have ended: its end was seen, or the
+lease of its host is over (``lease.py``): a host that the coordinator does not answer stops before that. Not only with the last
+one: after {b, c} and {a, c}, which c may never have come to, {a} shares one with the last, and b and c may still take steps. A
+member that was left out is never let in again: it has to come as another process, with nothing in its hands.
 """
 
 from collections import Counter
@@ -300,7 +301,8 @@ def _conclude(state: State, instructions: Sequence[Instruction] = (), *, is_retr
     num_logical = len(replicas) if wanted.scales else wanted.num_logical
     view = GroupView(epoch=state.epoch + 1, replicas=replicas, num_logical=num_logical)
     cause = state.cause or ("the run begins" if is_first else "replicas came")
-    state = replace(state, phase="running", epoch=view.epoch, view=view, trouble=None, cause="")
+    earlier = _gone_on_with(state)
+    state = replace(state, phase="running", epoch=view.epoch, view=view, earlier=earlier, trouble=None, cause="")
     done.append(Publish(view=view, cause=cause, is_retry=is_same))
     return _order(state, done)
 
@@ -381,7 +383,8 @@ def _drop(state: State, units: Sequence[Unit], cause: str, *, gone: frozenset[st
     causes = "; ".join(one for one in (state.cause, cause) if one) if was_present else state.cause
     alive = {member: unit.hosts[member] for unit in units for member in unit.members.values() if member not in gone}
     broken = state.broken | {unit.name for unit in units if unit.name in state.ordered}
-    lingering = {member: host for member, host in {**state.lingering, **alive}.items() if _is_member(state, member)}
+    named = {member for members in _views(state) for member in members}
+    lingering = {member: host for member, host in {**state.lingering, **alive}.items() if member in named}
     state = replace(
         state, units=left, ordered=ordered, departed=departed, lingering=lingering, cause=causes, broken=broken
     )
@@ -395,11 +398,24 @@ def _end(state: State, *, member: str = "", host: str = "") -> State:
 
 
 def _may_go_on(state: State, replicas: Sequence[Replica]) -> bool:
-    """Whether all of the view before could still take steps when the next one begins: they share none, and none has ended."""
-    if state.view is None:
-        return False
+    """Whether all of a view before could still take steps when the next one begins: they share none, and none has ended."""
     new = {member for one in replicas for member in one.members}
-    return all(member not in new and member in state.lingering for member in state.view.members)
+    return any(all(member not in new and member in state.lingering for member in members) for members in _views(state))
+
+
+def _views(state: State) -> list[tuple[str, ...]]:
+    """The members of every view that may still be gone on with."""
+    return [*state.earlier, *([] if state.view is None else [state.view.members])]
+
+
+def _gone_on_with(state: State) -> tuple[tuple[str, ...], ...]:
+    """Those of them of which nobody has ended. Whoever shares a member with one shares it with all that have more."""
+    alive = {member for unit in state.units.values() for member in unit.hosts} | state.lingering.keys()
+    found: list[tuple[str, ...]] = []
+    for members in sorted(_views(state), key=len):
+        if alive.issuperset(members) and not any(set(members).issuperset(other) for other in found):
+            found.append(members)
+    return tuple(found)
 
 
 def _orders_on(state: State, host: str) -> set[str]:
@@ -428,10 +444,6 @@ def _units_on(state: State, host: str) -> list[Unit]:
 
 def _unit_of(state: State, member: str) -> Unit | None:
     return next((unit for unit in state.units.values() if member in unit.hosts), None)
-
-
-def _is_member(state: State, member: str) -> bool:
-    return state.view is not None and member in state.view.members
 
 
 def _is_present(state: State, unit: Unit) -> bool:

@@ -109,6 +109,8 @@ class State:
     epoch: int = 0
     """Of the last view that was published."""
     view: GroupView | None = None
+    earlier: tuple[tuple[str, ...], ...] = ()
+    """The members of views before it that may still be gone on with, because none of them is known to have ended."""
     units: Mapping[str, Unit] = field(default_factory=dict)
     """The replicas that are there or come, by name, those of the view included."""
     hosts: Mapping[str, Host] = field(default_factory=dict)

@@ -88,12 +88,14 @@ class MomentumSums(CompressedGradients):
         is_first = not int(self.frozen_at)
         if counts and is_first:
             self.frozen_at.fill_(int(counts[0]))
+        # Checkpoints of releases before have no ratios, and a mean of nothing would end every step where it began.
+        lacks_ratios = is_first or self._lacks_ratios(optimizer)
         for group in optimizer.param_groups:
             names = group.get("param_names") or [str(place) for place in range(len(group["params"]))]
             held = [(name, one) for name, one in zip(names, group["params"], strict=True) if one.grad is not None]
             directions = [self._direction(group, one, optimizer.state[one]) for _, one in held]
             if isinstance(optimizer, Lamb):
-                self._scale_(optimizer, group, held, directions, is_first=is_first)
+                self._scale_(optimizer, group, held, directions, lacks_ratios=lacks_ratios)
             for (_, weight), direction in zip(held, directions, strict=True):
                 if isinstance(optimizer, AdamW) and group["weight_decay"]:
                     weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -130,7 +132,7 @@ class MomentumSums(CompressedGradients):
         held: list[tuple[str, nn.Parameter]],
         directions: list[Tensor],
         *,
-        is_first: bool,
+        lacks_ratios: bool,
     ) -> None:
         """LAMB's decay, and the coefficient that was frozen with the variance times its factor, in place."""
         if group["weight_decay"]:
@@ -139,17 +141,27 @@ class MomentumSums(CompressedGradients):
         if not group["adapt"]:
             return
         started = 1 - RATIO_KEPT ** int(self.frozen_at)
-        if is_first:
+        if lacks_ratios:
             self._fill_ratios(optimizer, held, directions, started)
         for (_, weight), direction in zip(held, directions, strict=True):
             name = self._name_of[id(weight)]
             mean, factor = (float(self.sums.numbers[f"{what}/{name}"]) for what in ("ratio", "factor"))
             direction.mul_(mean / started * factor)
 
+    def _lacks_ratios(self, optimizer: Optimizer) -> bool:
+        """Whether a mean trust ratio that steps are scaled by is none: the same on all ranks."""
+        if not isinstance(optimizer, Lamb):
+            return False
+        scaled = [one for group in optimizer.param_groups if group["adapt"] for one in group["params"]]
+        return any(not float(self.sums.numbers[f"ratio/{self._name_of[id(one)]}"]) for one in scaled)
+
     def _fill_ratios(
         self, optimizer: Lamb, held: list[tuple[str, nn.Parameter]], directions: list[Tensor], started: float
     ) -> None:
-        """The first ratio stands for those of a warm-up that was another plan's. All ranks call it: norms may be collective."""
+        """The first ratio stands for those of a warm-up that was another plan's, or that a checkpoint lacks.
+
+        All ranks call it: norms may be collective.
+        """
         names, weights = [name for name, _ in held], [weight.detach() for _, weight in held]
         norms = (optimizer.norms(names, weights), optimizer.norms(names, directions))
         for (_, weight), ratio in zip(held, trust_ratios(*norms, torch.float32) if held else (), strict=True):

@@ -1,6 +1,7 @@
 """Every message between the roles, typed. A message says what is wanted; who may ask is decided by epoch and view.
 
     worker -> server     Push, Pull                       a shard's gradient, a shard's weights
+    worker -> server     Remember                         what a checkpoint has of the worker's residual
     worker -> update log       Take, Commit                     the next work unit; a push is whole
     server -> update log       Follow                           updates of the log, parked until there are more
     server -> server     Forward, Note, Fetch             a backup's copy of a push, of an input of the update log, of everything
@@ -40,6 +41,8 @@ class Packed(Message, frozen=True):
     """The first work unit of the push, by which random choices were drawn."""
     sizes: tuple[int, ...]
     """Bytes of every compressed piece of the shard, in its order."""
+    keeper: int | None = None
+    """The place of the worker whose residual follows in the payload; None: there is none."""
 
 
 class Push(Message, frozen=True):
@@ -69,6 +72,19 @@ class Pulled(Message, frozen=True):
 
     version: int
     is_new: bool = True
+
+
+class Remember(Message, frozen=True):
+    """What the checkpoint that the run goes on from has of the residual of a worker, by its place among the workers."""
+
+    shard: int
+    index: int
+
+
+class Remembered(Message, frozen=True):
+    """The residual of the shard's compressed pieces is the payload; without one there is nothing."""
+
+    has_residual: bool
 
 
 class Take(Message, frozen=True):
@@ -398,6 +414,7 @@ OPERATIONS = Operations(
     {
         "push": Op(Push, Done, max_payload=MAX_PAYLOAD),
         "pull": Op(Pull, Pulled, max_payload=MAX_PAYLOAD, fenced=False),
+        "remember": Op(Remember, Remembered, max_payload=MAX_PAYLOAD),
         "take": Op(Take, Taken, max_payload=0),
         "commit": Op(Commit, Committed, max_payload=0),
         "follow": Op(Follow, Followed, max_payload=0, fenced=False),

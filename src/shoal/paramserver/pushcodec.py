@@ -9,6 +9,10 @@ Random choices are drawn by (seed, work unit, slice), so who sends a push again 
 the worker and is added to its next push (error feedback). It moves on only with a push that is kept: one that comes to nothing is
 computed again by somebody, and must not be counted twice. A worker that starts anew begins with nothing kept.
 
+Under bsp a push after whose step a checkpoint is due brings the residual of what it sends, for the checkpoint:
+
+    payload   | piece 0 | piece 1 | ... | residual of the compressed pieces, float32
+
 What a server stores is decoded, so updates, backups, checkpoints and aggregation know of none of this.
 """
 
@@ -52,6 +56,10 @@ class PushCodec:
     model: Model
     seed: int
     num_shares: int
+    saved_every: int = 0
+    """Steps between checkpoints that have residuals; 0: none has."""
+    last_step: int = 0
+    """Steps of the run, after which there is a checkpoint as well."""
 
     @cached_property
     def codec(self) -> Codec:
@@ -63,6 +71,34 @@ class PushCodec:
     def is_on(self, unit: int) -> bool:
         """True when a push that begins with this work unit is compressed."""
         return unit // self.num_shares >= self.rule.start
+
+    def is_saved_after(self, step: int) -> bool:
+        """True when the checkpoint after so many steps has what workers keep."""
+        return self.saves_residuals and (step % self.saved_every == 0 or step == self.last_step)
+
+    @property
+    def saves_residuals(self) -> bool:
+        """True when checkpoints of this run have what workers keep."""
+        return bool(self.saved_every) and self.keeps_residual
+
+    def kept_numel(self, shard: Shard) -> int:
+        """Elements of a worker's residual of a shard."""
+        return sum(piece.numel for piece, is_packed in self.pieces(shard) if is_packed)
+
+    def split_kept(self, payload: Tensor, packed: Packed, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        """The bytes of the push, and the residual behind them, where there is one.
+
+        Raises:
+            WrongGradient: there should be one and is not, or nobody's.
+        """
+        if packed.keeper is None:
+            return payload, None
+        start = payload.numel() - 4 * self.kept_numel(shard)
+        if not self.saves_residuals or start < 0 or not 0 <= packed.keeper < self.num_shares:
+            raise WrongGradient(
+                f"a push to shard {shard.number} brings a residual of worker {packed.keeper}: none is due"
+            )
+        return payload[:start], payload[start:].clone().view(torch.float32)
 
     def compresses(self, name: str) -> bool:
         """True for tensors that go through the codec."""
@@ -157,12 +193,31 @@ class PushCompressor:
     Args:
         codec: of the run.
         shard_map: how gradients are cut.
+        index: the worker's place among the workers.
     """
 
-    def __init__(self, codec: PushCodec, shard_map: ShardMap) -> None:
+    def __init__(self, codec: PushCodec, shard_map: ShardMap, index: int = 0) -> None:
         self._codec, self._shards = codec, shard_map.shards
+        self.index = index % codec.num_shares
+        self.num_kept_bytes = 0
+        """Of residuals that were sent for checkpoints."""
         self._residual: dict[str, Tensor] = {}
         self._next: dict[str, Tensor] = {}
+
+    @property
+    def asks_for_residual(self) -> bool:
+        """True when a checkpoint may have what this worker is to begin with."""
+        return self._codec.saves_residuals
+
+    def take(self, shard: int, residual: Tensor) -> None:
+        """Begin with what a checkpoint has of a shard, as ``PushCodec.split_kept`` gives it."""
+        pieces = [piece for piece, is_packed in self._codec.pieces(self._shards[shard]) if is_packed]
+        parts = torch.split(residual, [piece.numel for piece in pieces])
+        self._residual |= {piece.key: part.clone() for piece, part in zip(pieces, parts, strict=True)}
+
+    def num_kept(self, shard: int) -> int:
+        """Elements of what is kept of a shard."""
+        return self._codec.kept_numel(self._shards[shard])
 
     @torch.no_grad()
     def encode(self, gradient: Tensor, spans: Sequence[slice], unit: int) -> list[tuple[Packed, Tensor]] | None:
@@ -202,5 +257,11 @@ class PushCompressor:
                 self._next[piece.key] = given - codec.decode(encoded, piece)
             parts.append(pack(encoded))
             sizes.append(encoded.nbytes)
+        is_saved = codec.is_saved_after(unit // codec.num_shares + 1)
+        if is_saved:
+            kept = [self._next[piece.key].view(torch.uint8) for piece, is_packed in codec.pieces(shard) if is_packed]
+            parts += kept
+            self.num_kept_bytes += sum(map(len, kept))
         payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        return Packed(codec=str(codec.rule), unit=unit, sizes=tuple(sizes)), payload
+        keeper = self.index if is_saved else None
+        return Packed(codec=str(codec.rule), unit=unit, sizes=tuple(sizes), keeper=keeper), payload

@@ -43,6 +43,9 @@ from shoal.trainer.admission.model import agree_on_model
 from shoal.trainer.claim import check_inside
 from shoal.trainer.config import Recipe
 from shoal.trainer.loop import Trainer
+from shoal.trainer.online.config import NEVER
+from shoal.trainer.online.publisher import Publisher, describe_inputs
+from shoal.trainer.online.watch import DriftWatch
 
 
 def build_parts(
@@ -126,6 +129,9 @@ def build_trainer(
     data = data or build_splits(recipe.data, recipe.train.seed)
     model, loss, data = build_parts(recipe, data=data, model=take_model(data.spec), loads=False)
     agree_on_model(world, model)
+    hooks = list(build_callbacks(recipe.callbacks) if hooks is None else hooks)
+    taken = describe_inputs(model, example_of(data), data.spec) if recipe.publish.is_on else ((), False)
+    watch = DriftWatch(recipe.publish.window, RunDir(run_dir).published if world.is_first else None)
     trainer = Trainer(
         model,
         data,
@@ -149,13 +155,27 @@ def build_trainer(
         world=world,
         was_tried=True,
         recovers=recovers,
-        hooks=build_callbacks(recipe.callbacks) if hooks is None else hooks,
+        hooks=[*hooks, *([watch] if recipe.publish.is_on else [])],
         log=recipe.log,
         stop=stop,
     )
     # A run that goes on has the weights of its checkpoint.
     if trainer.progress.step == 0 and not recovers:
         load_init(trainer.engine, recipe)
+    if trainer.total_steps >= NEVER:
+        trainer.reporter.total_steps = 0  # The display has no end to count down to.
+    if recipe.publish.is_on:
+        trainer.publisher = Publisher(
+            recipe.publish,
+            run_dir=run_dir,
+            engine=trainer.engine,
+            world=trainer.world,
+            data=data,
+            taken=taken,
+            batch=recipe.eval.batch or trainer.setup.micro_batch,
+            reporter=trainer.reporter,
+            watch=watch,
+        )
     return trainer
 
 

@@ -34,6 +34,7 @@ from shoal.pipeline.config import PipelineConfig
 from shoal.planner.config import PlannerConfig
 from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
+from shoal.trainer.online.config import PublishConfig
 
 
 class ElasticConfig(ElectionConfig, GroupConfig, ProcessConfig):
@@ -94,6 +95,8 @@ class Recipe(Config):
     """The run directory."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are written and which are kept."""
+    publish: PublishConfig = PublishConfig()
+    """When the model is published for predictions while the run trains."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What a run records about itself."""
     parallel: ParallelConfig = ParallelConfig()

@@ -25,6 +25,7 @@ from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.claim import Claim
 from shoal.trainer.elastic.membership import HostMembership, build_membership, ranks_at_start
+from shoal.trainer.online.config import NEVER
 from shoal.trainer.request import Prepared, already_finished, say_finished
 from shoal.trainer.summary import Ended, keep_forecast, with_forecast
 
@@ -134,6 +135,10 @@ def _cause_of(outcome: Outcome) -> str:
     return "it was stopped before its first step"
 
 
+def _say_length(steps: int) -> str:
+    return f"{steps} steps" if steps < NEVER else "until it is told to stop"
+
+
 def _num_ranks(prepared: Prepared) -> int:
     return ranks_at_start(prepared.recipe.elastic, prepared.setup.plan)
 
@@ -172,7 +177,7 @@ def supervise_ranks(
     run_dir, plan, world_size = prepared.run_dir, str(prepared.setup.plan), _num_ranks(prepared)
     threads = prepared.recipe.train.threads or (0 if where else default_threads(world_size))
     print(
-        f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {prepared.setup.total_steps} steps, "
+        f"shoal: {plan} on {world_size} process(es){where and f' on {where}'}, {_say_length(prepared.setup.total_steps)}, "
         f"run directory {run_dir}",
         file=sys.stderr,
     )

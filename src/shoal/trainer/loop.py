@@ -58,6 +58,7 @@ from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
+from shoal.trainer.online.publisher import Publisher
 from shoal.trainer.persist import Persistence
 from shoal.trainer.progress import Boundaries, Progress, after_step, loss_limit, signed, wants_rollback, went_on
 from shoal.trainer.samedata import SameData
@@ -124,6 +125,7 @@ class Trainer:
         self.status: FinalStatus = "completed"
         self.boundaries = Boundaries()
         self._looked_for_draws = False
+        self.publisher: Publisher | None = None
         try:
             self.reporter.add_loggers(log, loggers, facts=self.settings.describe() | {"plan": str(self.plan)})
             self.tracer = Tracer(telemetry.profile, run_dir, self.world.rank) if telemetry.profile and run_dir else None
@@ -346,19 +348,18 @@ class Trainer:
         started, step = time.perf_counter(), self.progress.step
         self.reporter.enter("data", step + 1)
         periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
-        periods.append(int(self.engine.hooks.need_every_step))
+        periods += [int(self.engine.hooks.need_every_step), 0 if self.publisher is None else self.publisher.every]
         length = pipeline.window_length(step, self.total_steps, periods) if self.tracer is None else 1
         batches = [loader.next() for _ in range(length)]
         data_seconds = time.perf_counter() - started
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
-        updates = updates_per_step(self.plan)
-        ticks = pipeline.window_ticks(step, len(batches))
+        updates, ticks = updates_per_step(self.plan), pipeline.window_ticks(step, len(batches))
         rates = window_rates(self.settings, self.progress, ticks, self.total_steps * updates, self.adapt)
         results = pipeline.train_steps(batches, step=step, rates=rates)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
-        seconds = (time.perf_counter() - started) / len(batches)
+        seconds, share = (time.perf_counter() - started) / len(batches), data_seconds / len(batches)
         for place, (batch, result) in enumerate(zip(batches, results, strict=True)):
             if not result.is_finite:
                 raise nonfinite_error(
@@ -366,7 +367,7 @@ class Trainer:
                 )
             lr = rates[(place + 1) * updates - 1]
             self.receipt.before_step(batch)
-            done = self._advance(batch, result, lr, seconds, data_seconds / len(batches))
+            done = self._advance(batch, result, lr, seconds, share)
             self.reporter.step(done)
             self._after_step(done.step, is_taken=result.is_taken)
             yield done
@@ -380,16 +381,14 @@ class Trainer:
         self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
     ) -> StepDone:
         """The progress after a step, and the event that says so."""
-        before = self.progress
-        why_constant = self.engine.objective.why_constant
+        before, why_constant = self.progress, self.engine.objective.why_constant
         if before.step == 0 and result.grad_norm == 0 and why_constant is not None:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
-        scale = before.loss_scale
         receipt = self.receipt.after_step(batch)
         self.progress = before.after(result, position=batch.position, tokens=tokens, seconds=seconds, receipt=receipt)
         if self.engine.precision.scales_loss:
-            self.progress = replace(self.progress, loss_scale=scale.after_step(result.is_finite))
+            self.progress = replace(self.progress, loss_scale=before.loss_scale.after_step(result.is_finite))
         return StepDone(
             step=self.progress.step,
             loss=result.loss,
@@ -400,7 +399,7 @@ class Trainer:
             seconds=seconds,
             data_seconds=data_seconds,
             skipped=not result.is_taken,
-            loss_scale=scale.scale,
+            loss_scale=before.loss_scale.scale,
         )
 
     def _after_step(self, step: int, *, is_taken: bool) -> None:
@@ -425,6 +424,8 @@ class Trainer:
         if is_asked or self.persistence.is_due(step):
             self._save()
         self.boundaries.note(self.progress, self.engine.hooks.state)
+        if self.publisher is not None:
+            self.publisher.after_step(self.progress)
 
     def _save(self) -> None:
         self.reporter.enter("checkpoint", self.progress.step)
@@ -460,8 +461,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save, evaluate and settle. The weights come first: a signal may end the run while it evaluates."""
-        is_early = self.stopped_by is not None and self.progress.step < self.total_steps
-        if is_early and not self.engine.stop.is_decided:
+        if self.stopped_by is not None and self.progress.step < self.total_steps and not self.engine.stop.is_decided:
             self.status = "interrupted"
         self._compare_replicas()
         self._save()
@@ -475,8 +475,8 @@ class Trainer:
         self.reporter.enter("wait: checkpoint", self.progress.step)
         self.persistence.wait()
         self.reporter.memory(self.model, self.optimizer, step=self.progress.step)
-        seconds = self.progress.trained_seconds
-        self.reporter.event(RunEnded(status=self.status, step=self.progress.step, seconds=seconds))
+        step, seconds = self.progress.step, self.progress.trained_seconds
+        self.reporter.event(RunEnded(status=self.status, step=step, seconds=seconds))
         for hook in self.engine.hooks:
             hook.on_end(self.progress.step, self.status)
 

@@ -20,6 +20,7 @@ from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.core.syncrule import SyncRule
+from shoal.core.updaterule import UpdateRule
 from shoal.data.check import DataSummary, check_data
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
@@ -57,6 +58,7 @@ from shoal.trainer.claim import (
 )
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.elastic.limits import refuse_elastic
+from shoal.trainer.online.config import check_publish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,7 @@ def check_parts(
     if _asks_the_module(recipe, plan, facts):
         own.check_plan(recipe, resolved.plan)
     _check_place(recipe, resolved.plan)
+    check_publish(recipe.publish, resolved.plan, num_validation=data.validation)
     setup = resolve_run(recipe.train, resolved, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(
@@ -409,10 +412,18 @@ def _server_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.telemetry.profile is not None:
         yield f"telemetry.profile {recipe.telemetry.profile} has no effect with parameter servers"
     if plan.compress is not None and has_residual(CompressRule.parse(plan.compress), recipe.compression):
-        yield (
-            f"compress={plan.compress} keeps what it has not sent in the memory of each of the {plan.num_shares} workers: one "
-            "that starts again, and a run that is resumed, begins with nothing kept, so its bits are others"
-        )
+        where = f"compress={plan.compress} keeps what it has not sent in the memory of each of the {plan.num_shares} workers"
+        rule = UpdateRule.parse(plan.update or "bsp")
+        if rule.kind != "bsp" or recipe.paramserver.aggregate != "average":
+            said = "one that starts again, and a run that is resumed, begins with nothing kept; checkpoints have it under bsp"
+        elif not recipe.checkpoint.every:
+            said = "and with checkpoint.every 0 no checkpoint has it; set checkpoint.every"
+        else:
+            said = (
+                f"checkpoints of every {recipe.checkpoint.every} steps have it, and the last one of a run that stops between "
+                "has not; a worker that starts again begins with nothing kept"
+            )
+        yield f"{where}: {said}"
 
 
 def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:

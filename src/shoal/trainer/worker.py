@@ -197,6 +197,7 @@ def summarise(trainer: Trainer, *, wall_seconds: float, profiler: RunProfiler | 
         **({} if trainer.adapt is None else {"adapt": trainer.adapt.event(progress.step).as_dict()}),
         **({} if trainer.engine.islands is None else {"island_distance": trainer.engine.islands.distance()}),
         **exchanged,
+        **({} if trainer.publisher is None else {"publish": trainer.publisher.summary()}),
         "checkpoint_error": trainer.persistence.failure,
         **seen,
     }

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shoal.comm.global_batch import AXIS
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
 from shoal.core.axes import Axis
+from shoal.core.compressrule import CompressRule
 from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
 from shoal.engine.hooks import Hook
@@ -86,6 +87,16 @@ class TrafficObserver(Hook):
         is_round = islands.rule.is_round(self._number) if islands.interval.is_fixed else islands.was_round
         return islands.forecast_traffic(self._number, is_round=is_round)
 
+    @property
+    def _num_trust_norms(self) -> int:
+        return count_trust_norms(self._trainer.optimizer, self._trainer.optimizer.param_groups)
+
+    @property
+    def _scales_by_frozen_ratios(self) -> bool:
+        """1-bit LAMB measures no trust ratios once the warm-up and the step that freezes them are over."""
+        rule = None if self._trainer.plan.compress is None else CompressRule.parse(self._trainer.plan.compress)
+        return rule is not None and rule.kind == "onebit" and self._number > rule.start
+
     def _step_shape(self, batch: StepBatch) -> StepShape:
         trainer = self._trainer
         precision = trainer.engine.precision
@@ -99,7 +110,7 @@ class TrafficObserver(Hook):
             has_piggyback=trainer.engine.scalars.carrier is not None,
             exact_norm=trainer.settings.optim.clip is not None or trainer.engine.needs_exact_norm,
             counts_weight=batch.total_weight is None,
-            num_trust_norms=count_trust_norms(trainer.optimizer, trainer.optimizer.param_groups),
+            num_trust_norms=0 if self._scales_by_frozen_ratios else self._num_trust_norms,
             weight_bytes=precision.weight_dtype.itemsize,
             compute_bytes=compute.itemsize,
             num_rows=sum(shape[0] if shape else 1 for shape in whole),

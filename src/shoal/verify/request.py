@@ -295,6 +295,12 @@ def _refuse_unprovable_islands(subject: Subject, plan: Plan) -> None:
     rule, needed = SyncRule.parse(plan.sync), steps_to_prove(plan, subject.recipe.train)
     if has_clock(plan):
         refuse_clock(plan)
+    if subject.recipe.replicas.interval == "adacomm":
+        said = (
+            "replicas.interval adacomm follows evaluations, and a proof makes none, so it would prove rounds that never come "
+            "closer"
+        )
+        raise RequestError(f"plan {str(plan)!r}: {said}; prove it with --set replicas.interval=fixed")
     if needed > min(LONGEST_PROOF, subject.total_steps):
         raise RequestError(
             f"plan {str(plan)!r}: two rounds take {needed} steps, and a proof has {min(LONGEST_PROOF, subject.total_steps)} at "

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import RequestError
-from shoal.data.labels import LabelSpace, refuse_other_space, unite_labels
+from shoal.data.labels import LabelSpace, unite_labels
 from shoal.data.spec import IGNORED
 
 LABELS = st.lists(st.one_of(st.text(max_size=4), st.integers(-5, 5)), max_size=30)
@@ -38,10 +38,15 @@ def test_an_unknown_label_counts_for_nothing():
     assert ids.tolist() == [1, IGNORED, 1] and unknown == 1
 
 
-def test_other_vocabularies_and_too_large_ones_are_refused():
-    one, other = LabelSpace(names=("a", "b")), LabelSpace(names=("b", "a"))
-    refuse_other_space(one, LabelSpace(names=("a", "b")).digest, who="rank 1")
-    with pytest.raises(RequestError, match="rank 1 has another vocabulary"):
-        refuse_other_space(one, other.digest, who="rank 1")
+def test_vocabularies_that_are_too_large_are_refused_when_they_are_united_and_appended_to():
     with pytest.raises(RequestError, match="more than 3 labels"):
         unite_labels([range(3), range(2, 5)], most=3)
+    space = LabelSpace(names=("a", "b"))
+    assert len(space.append(["a", "c"], most=3).names) == 3
+    with pytest.raises(RequestError, match=r"column 'state' has more than 3 labels.*raise data.labels.most"):
+        space.append(["d", "c"], most=3, what="state")
+
+
+def test_a_description_tells_the_order_of_labels_apart():
+    one, other = (LabelSpace(names=("a", *middle, "z")).describe() for middle in (("b", "c"), ("c", "b")))
+    assert one != other and one.startswith("4 labels from 'a' to 'z', digest ")

@@ -11,7 +11,7 @@ from shoal.data.batchform import call_model
 from shoal.data.build import build_splits
 from shoal.data.check import check_data
 from shoal.data.config import TableConfig
-from shoal.data.fingerprint import list_differences, take_fingerprint
+from shoal.data.fingerprint import Fingerprint, list_differences, take_fingerprint
 from shoal.data.fitted import keep_fitted, with_fitted
 from shoal.data.prepare import prepare_rows
 from shoal.data.spec import IGNORED
@@ -92,6 +92,8 @@ def test_unknown_labels(path):
     assert (last.targets == IGNORED).sum() == 1 and last.weight == len(counted.test) - 1 and counted.spec.classes == 3
     appended = prepare_rows(config_of(path, **settings, labels={"unknown": "append"}))
     assert appended.space.names == ("x", "y", "z", "never")
+    with pytest.raises(RequestError, match="column 'label' has more than 3 labels"):
+        prepare_rows(config_of(path, **settings, labels={"unknown": "append", "most": 3}))
 
 
 def test_ranks_with_other_labels_or_other_steps_are_told_apart(path, tmp_path):
@@ -104,7 +106,16 @@ def test_ranks_with_other_labels_or_other_steps_are_told_apart(path, tmp_path):
         return list_differences(*prints, here="here", there="there")
 
     assert differ(config_of(path, **settings), config_of(path, **settings)) == []
-    assert "are not the same" in differ(config_of(path, **settings), config_of(other, **settings))[0]
+    told = differ(config_of(path, **settings), config_of(other, **settings))[0]
+    assert "the train split has the vocabulary of labels 'label' (3 labels from 'x' to 'z', digest " in told
+    assert " here, and 'label' (3 labels from 'x' to 'zz', digest " in told
+    # Checkpoints from before the vocabulary was told go on.
+    own = take_fingerprint(build_splits(config_of(path, **settings), seed=0))
+    values = own.as_values()
+    assert Fingerprint.from_values(values) == own
+    for split in values.values():
+        del split["labels"]
+    assert list_differences(own, Fingerprint.from_values(values), here="here", there="there") == []
     scaled = settings | {"prepare": [{"step": "scale", "columns": ["a"]}]}
     assert differ(config_of(path, **settings), config_of(path, **scaled))
 

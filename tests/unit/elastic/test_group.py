@@ -90,6 +90,16 @@ def test_a_view_of_others_only_waits_until_those_before_have_ended() -> None:
     assert group.wait(5.0, ("h0",)) == [] and group.wait(0.2, ("h0",)) == ["publish 3: c / 1"], "its lease is over"
 
 
+def test_a_view_waits_for_all_of_those_before_and_not_only_for_the_last() -> None:
+    """A host with both replicas is cut off, and they are told of one after the other: nobody has come to the view between."""
+    group = running("b.1", "c.1", lease_seconds=5.0, spares=1)
+    group.enter("a.1", "h1", spare=True)
+    assert group.leave("b.1") == ["publish 2: a c / 2"]
+    assert group.leave("c.1") == ["expel c.1"], "b and c may still take steps together, under epoch 1"
+    assert group.wait(5.0, ("h1",)) == [] and group.wait(0.2, ("h1",)) == ["publish 3: a / 2"], "their lease is over"
+    assert group.enter("b.2", "h1") == ["publish 4: a b / 2"] and group.state.earlier == (("a.1",),)
+
+
 def test_one_of_those_before_that_is_dead_is_enough() -> None:
     group = running("a.1", "b.1", max_failures=0)
     group.enter("c.1", "h1")

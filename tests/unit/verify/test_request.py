@@ -206,3 +206,9 @@ def test_all_has_every_rule_of_parameter_servers(tiny):
     ]
     assert [str(plan) for plan in server_plans(2)] == ["ps=1 workers=1 update=bsp", "ps=1 workers=1 update=async"]
     assert server_plans(1) == [] and "ps=2 workers=2 update=bsp backup=1" in map(str, server_plans(4))
+
+
+def test_rounds_that_follow_evaluations_are_refused_because_a_proof_makes_none(tiny):
+    settings = ["replicas.interval=adacomm", "eval.every=2"]
+    with pytest.raises(RequestError, match=r"adacomm follows evaluations.*replicas\.interval=fixed"):
+        prepare_verify(tiny, plans=["dp=2 sync=local:3"], overrides=settings)

@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from shoal.data.cache.replay import Replayed
 
 
-def bench_caches(*, seed: int = 1, share: float = 0.25) -> dict[str, Any]:
-    """Replay all policies, print the table, and return what ``--json`` writes.
+def bench_caches(
+    *, seed: int = 1, share: float = 0.25, policies: Sequence[str] = (), num_keys: int = 1000
+) -> dict[str, Any]:
+    """Replay policies, all of them where none is named, print the table, and return what ``--json`` writes.
 
     Raises:
-        RequestError: ``share`` is no share.
+        RequestError: ``share`` is no share, or there is no such policy.
     """
     from shoal.cli.console import print_table
     from shoal.core.errors import RequestError
@@ -19,7 +21,7 @@ def bench_caches(*, seed: int = 1, share: float = 0.25) -> dict[str, Any]:
 
     if not 0 < share < 1:
         raise RequestError(f"a cache of {share:g} of the keys; give a share between 0 and 1, such as 0.25")
-    rows = replay_all(seed=seed, share=share)
+    rows = replay_all(seed=seed, share=share, policies=policies, num_keys=num_keys)
     header, lines = cache_table(rows)
     print(
         f"hit rates of a cache that holds {share:.0%} of the keys; for shuffles of blocks, fetches per block and epoch.\n"
@@ -29,6 +31,7 @@ def bench_caches(*, seed: int = 1, share: float = 0.25) -> dict[str, Any]:
     return {
         "seed": seed,
         "share": share,
+        "keys": num_keys,
         "policies": {
             row[0].policy: {each.trace: {"accesses": each.accesses, "hits": each.hits} for each in row} for row in rows
         },

@@ -5,6 +5,9 @@ import shutil
 import sys
 import tempfile
 
+NAME = "shoal-store"
+"""Of the file, where it has none in a folder."""
+
 
 class StoreFile:
     """The file in which the ranks of one generation, or of one view, meet (torch's ``FileStore``), for this user alone.
@@ -18,7 +21,7 @@ class StoreFile:
         """What a rank has to inherit."""
         self._folder = ""
         if sys.platform == "linux":
-            self.descriptors = (os.memfd_create("shoal-store"),)
+            self.descriptors = (os.memfd_create(NAME),)
             self.path = f"/proc/self/fd/{self.descriptors[0]}"
             self.shared_path = f"/proc/{os.getpid()}/fd/{self.descriptors[0]}"
             """What a process that did not inherit the descriptor opens, while this one has not closed it."""

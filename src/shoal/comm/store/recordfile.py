@@ -25,7 +25,9 @@ from torch._C._distributed_c10d import Store  # torch types this name only there
 
 from shoal.comm.channel import PeerLost
 from shoal.comm.interruption import reason_to_stop
+from shoal.comm.store.file import NAME
 from shoal.core.clock import Deadline
+from shoal.core.errors import RunError
 
 _HEAD = struct.Struct("<III")
 _DELETED = 0xFFFFFFFF
@@ -37,6 +39,9 @@ class RecordFileStore(Store):
 
     Args:
         path: of the file; it may be ``/proc/PID/fd/N``. It stays open for as long as this store lives.
+
+    Raises:
+        RunError: the number is another file's by now: nothing is written to that.
     """
 
     timeout: timedelta
@@ -47,6 +52,8 @@ class RecordFileStore(Store):
         self._path = path
         # Its own opening of the file: locks belong to that.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if path.startswith("/proc/") and NAME not in (found := os.readlink(f"/proc/self/fd/{self._file}")):
+            raise RunError(f"{path} was where ranks met, and is {found} by now: there are newer views")
         self._offset = 0
         self._values: dict[str, bytes] = {}
         self._mutex = threading.Lock()

@@ -68,10 +68,23 @@ def replay(name: str, trace: Trace, capacity: int, *, look_ahead: int = LOOK_AHE
     return Replayed(policy=name, trace=trace.name, accesses=len(counted), hits=sum(counted), num_keys=trace.num_keys)
 
 
-def replay_all(*, seed: int = 1, share: float = 0.25) -> list[list[Replayed]]:
-    """All policies on all traces, a row for each policy; the cache holds this share of the keys."""
-    traces = [*build_traces(seed), *build_block_traces(seed)]
-    names = [*NAMES, *_cachetools_names(), OPTIMUM]
+def replay_all(
+    *, seed: int = 1, share: float = 0.25, policies: Sequence[str] = (), num_keys: int = 1000
+) -> list[list[Replayed]]:
+    """All policies on all traces, a row for each policy; the cache holds this share of the keys.
+
+    Args:
+        seed: of the traces.
+        share: of the keys that the cache holds.
+        policies: that are replayed, beside the optimum; all of them where none is named.
+        num_keys: of the traces of keys; those of blocks have 400 for 1000.
+
+    Raises:
+        RequestError: there is no such policy.
+    """
+    blocks = build_block_traces(seed, num_blocks=num_keys * 2 // 5, window=max(1, num_keys * 8 // 125))
+    traces = [*build_traces(seed, num_keys=num_keys), *blocks]
+    names = [*(policies or [*NAMES, *_cachetools_names()]), OPTIMUM]
     return [[replay(name, trace, max(1, int(share * trace.num_keys))) for trace in traces] for name in names]
 
 

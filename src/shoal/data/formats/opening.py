@@ -15,6 +15,7 @@ from shoal.data.formats import (
     csvlines,
     imagefolders,
     jsonlines,
+    mdsshards,
     parquet,
     tarshards,
     textlines,
@@ -50,6 +51,7 @@ FORMATS = {
     "parquet": Format(suffixes=(".parquet", ".pq"), read_schema=parquet.read_schema, read_tables=parquet.read_tables),
     "arrow": Format(suffixes=(".arrow",), read_schema=arrowfiles.read_schema, read_tables=arrowfiles.read_tables),
     "webdataset": Format(suffixes=(".tar",), read_schema=tarshards.read_schema, read_tables=tarshards.read_tables),
+    "mds": Format(suffixes=mdsshards.SUFFIXES, read_schema=mdsshards.read_schema, read_tables=mdsshards.read_tables),
     "images": Format(
         suffixes=imagefolders.SUFFIXES, read_schema=imagefolders.read_schema, read_tables=imagefolders.read_tables
     ),
@@ -128,10 +130,13 @@ def open_data(
     chosen = format or guess_format(found)
     if chosen not in FORMATS:
         raise RequestError(f"data.format: there is no {chosen!r}; {did_you_mean(chosen, FORMATS)}")
+    listed = found
     if pattern is None and len(found) > 1:
         # Whatever lies beside the data: a README, a state.json.
         suffixes = FORMATS[chosen].suffixes
         found = [file for file in found if any(one in suffixes for one in file.suffixes[-2:])] or found
+    if chosen == "mds" and pattern is None:
+        mdsshards.check_index(listed, found)
     files = prune(found, where or {})
     return Opened(format=chosen, files=tuple(files), schema=_join_schemas(files, chosen, options), options=options)
 

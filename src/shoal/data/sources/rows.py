@@ -27,6 +27,8 @@ class RowSource:
         # Rows of other numbers with labels of another order would be other classes.
         self._said = f"{names}{'' if rows.space is None else rows.space.digest}{rows.fitted.digest}"
 
+        self._vocabulary = "" if rows.space is None else f"{rows.targets[0]!r} ({rows.space.describe()})"
+
     def __len__(self) -> int:
         return len(self._targets)
 
@@ -34,6 +36,11 @@ class RowSource:
     def uniform_weight(self) -> int | None:
         """The weight of every sample; None where some have a label that counts for nothing."""
         return self._each if self._is_uniform else None
+
+    @property
+    def vocabulary(self) -> str:
+        """The target's column and its labels, for the fingerprint; empty of a regression."""
+        return self._vocabulary
 
     def digest(self) -> str:
         """A hash of all samples, of the vocabulary of labels and of what was fitted."""

@@ -8,6 +8,7 @@ from shoal.core.config import Config, tagged
 
 Columns = Annotated[tuple[str, ...], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 
 class FillConfig(Config):
@@ -116,6 +117,19 @@ class NgramsConfig(Config):
     """Length of the vector."""
 
 
+class ImageConfig(Config):
+    """Files of images as pixels between 0 and 1: (channels, height, width)."""
+
+    step: Literal["image"]
+    """Which step this is."""
+    columns: Columns
+    """Columns of bytes, each a whole file: PNG, JPEG, BMP, GIF, WebP, TIFF or PPM."""
+    size: tuple[Pixels, Pixels]
+    """Height and width to which every image is stretched."""
+    channels: Literal[1, 3] = 3
+    """3: red, green and blue; 1: grey."""
+
+
 class PcaConfig(Config):
     """The directions in which the training rows vary the most."""
 
@@ -179,6 +193,7 @@ AnyStep = (
     | BucketConfig
     | DateConfig
     | NgramsConfig
+    | ImageConfig
     | PcaConfig
     | KmeansConfig
     | FilterConfig
@@ -191,6 +206,7 @@ StepConfig = tagged(
     BucketConfig,
     DateConfig,
     NgramsConfig,
+    ImageConfig,
     PcaConfig,
     KmeansConfig,
     FilterConfig,

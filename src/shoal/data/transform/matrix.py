@@ -25,6 +25,18 @@ def matrix_of(
     Raises:
         RequestError: a column holds no single numbers, or NaN where a step cannot use it.
     """
+    values, valid = masked_of(table, names, step=step, nan_is_missing=nan_is_missing)
+    return values, np.ones(values.T.shape, np.bool_).T if valid is None else valid
+
+
+def masked_of(
+    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False
+) -> tuple[NDArray[np.float64], Mask | None]:
+    """(rows, columns) of float64, and where values are; None where none is missing, so that no mask is made or looked at.
+
+    Raises:
+        RequestError: a column holds no single numbers, or NaN where a step cannot use it.
+    """
     for name in names:
         field = table.schema[name]
         if field.is_ragged or field.shape or field.dtype.kind not in "iufb":
@@ -33,7 +45,8 @@ def matrix_of(
             )
     # Columns lie whole behind one another, as they do in the table.
     values = np.empty((len(names), table.num_rows))
-    valid = np.ones((len(names), table.num_rows), np.bool_)
+    is_whole = not nan_is_missing and all(table[name].valid is None for name in names)
+    valid = np.ones((len(names), 0 if is_whole else table.num_rows), np.bool_)
     for place, name in enumerate(names):
         column = table[name]
         values[place] = column.values
@@ -42,7 +55,7 @@ def matrix_of(
         if not np.isfinite(values[place]).all():
             if nan_is_missing:
                 valid[place] &= ~np.isnan(values[place])
-            wrong = np.flatnonzero(valid[place] & ~np.isfinite(values[place]))
+            wrong = np.flatnonzero(~np.isfinite(values[place]) & (True if is_whole else valid[place]))
             if len(wrong):
                 raise RequestError(
                     f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {wrong[0] + 1}, "
@@ -50,7 +63,7 @@ def matrix_of(
                 )
         if column.valid is not None or nan_is_missing:
             values[place][~valid[place]] = 0.0
-    return values.T, valid.T
+    return values.T, None if is_whole else valid.T
 
 
 def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:
@@ -68,12 +81,16 @@ def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:
         )
 
 
-def need_some(valid: Mask, names: Sequence[str], *, step: str) -> None:
-    """Refuse a fit on a column without a value.
+def need_some(valid: Mask | None, names: Sequence[str], *, step: str, num_rows: int | None = None) -> None:
+    """Refuse a fit on a column without a value; without a mask, ``num_rows`` says how many there are.
 
     Raises:
         RequestError: names the column.
     """
+    if valid is None:
+        if num_rows:
+            return
+        valid = np.zeros((0, len(names)), np.bool_)
     count = valid.sum(axis=0)
     if len(valid) == 0 or (count == 0).any():
         place = int(np.flatnonzero(count == 0)[0])

@@ -76,39 +76,45 @@ def merge_tree(parts: Sequence[Result], merge: Callable[[Result, Result], Result
     return level[0]
 
 
-def moments_of(values: Matrix, valid: NDArray[np.bool_], shards: int = 1, *, only: Wanted = "all") -> Moments:
+def moments_of(values: Matrix, valid: NDArray[np.bool_] | None, shards: int = 1, *, only: Wanted = "all") -> Moments:
     """Of the columns of a matrix, by the values that are there.
 
     Args:
         values: (rows, columns); what stands where a value is missing does not matter.
-        valid: where values are.
+        valid: where values are; None where none is missing.
         shards: blocks at work at a time.
         only: the mean, or the range; what is not asked for is NaN.
     """
     return merge_tree(
-        map_blocks(lambda rows: _block(values[rows], valid[rows], only), len(values), shards), merge_moments
+        map_blocks(
+            lambda rows: _block(values[rows], None if valid is None else valid[rows], only), len(values), shards
+        ),
+        merge_moments,
     )
 
 
-def _block(values: Matrix, valid: NDArray[np.bool_], only: Wanted = "all") -> Moments:
-    # Column by column in memory, so that a column's sum does not depend on which others stand beside it.
-    columns, is_there = np.ascontiguousarray(values.T), np.ascontiguousarray(valid.T)
-    is_whole = bool(is_there.all())
-    count = is_there.sum(axis=1).astype(np.float64)
+def _block(values: Matrix, valid: NDArray[np.bool_] | None, only: Wanted = "all") -> Moments:
+    # Column by column in memory, so that a sum does not depend on which columns stand beside it; a range never does.
+    columns = values.T if only == "range" else np.ascontiguousarray(values.T)
+    is_there = None if valid is None else np.ascontiguousarray(valid.T)
+    if is_there is None or is_there.all():
+        is_there, count = None, np.full(len(columns), float(len(values)))
+    else:
+        count = is_there.sum(axis=1).astype(np.float64)
     some = np.maximum(count, 1)
     unknown = np.full(len(columns), np.nan)
     mean = m2 = least = most = unknown
     if only != "range":
-        mean = (columns if is_whole else np.where(is_there, columns, 0.0)).sum(axis=1) / some
+        mean = (columns if is_there is None else np.where(is_there, columns, 0.0)).sum(axis=1) / some
     if only == "all":
         apart = columns - mean[:, None]
-        if not is_whole:
+        if is_there is not None:
             apart = np.where(is_there, apart, 0.0)
         # What the mean is off by its rounding is taken out again.
         m2 = (apart * apart).sum(axis=1) - apart.sum(axis=1) ** 2 / some
     if only != "mean":
-        least = (columns if is_whole else np.where(is_there, columns, np.inf)).min(axis=1)
-        most = (columns if is_whole else np.where(is_there, columns, -np.inf)).max(axis=1)
+        least = (columns if is_there is None else np.where(is_there, columns, np.inf)).min(axis=1)
+        most = (columns if is_there is None else np.where(is_there, columns, -np.inf)).max(axis=1)
     return Moments(count=count, mean=mean, m2=m2, least=least, most=most)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from shoal.core.errors import RequestError, RunError
 from shoal.data.partition.keys import Codes, digest_rows
 from shoal.data.table import Table
-from shoal.data.transform import features, filling, learned, scaling
+from shoal.data.transform import features, filling, images, learned, scaling
 from shoal.data.transform.config import (
     AnyStep,
     BucketConfig,
@@ -17,6 +17,7 @@ from shoal.data.transform.config import (
     FillConfig,
     FilterConfig,
     HashConfig,
+    ImageConfig,
     KmeansConfig,
     NgramsConfig,
     PcaConfig,
@@ -138,6 +139,8 @@ def _apply(table: Table, step: AnyStep, state: StepState) -> Table:
         return features.apply_date(table, step, state)
     if isinstance(step, NgramsConfig):
         return features.apply_ngrams(table, step, state)
+    if isinstance(step, ImageConfig):
+        return images.apply(table, step)
     if isinstance(step, PcaConfig):
         return learned.apply_pca(table, step, state)
     assert isinstance(step, KmeansConfig), "filters are not applied here"

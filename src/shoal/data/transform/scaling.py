@@ -4,7 +4,7 @@ import numpy as np
 
 from shoal.data.table import Table
 from shoal.data.transform.config import ScaleConfig
-from shoal.data.transform.matrix import matrix_of, need_some, numbers
+from shoal.data.transform.matrix import masked_of, matrix_of, need_some, numbers
 from shoal.data.transform.moments import moments_of
 from shoal.data.transform.quantiles import quantiles_of
 from shoal.data.transform.state import StepState
@@ -16,12 +16,11 @@ def fit(table: Table, config: ScaleConfig, shards: int) -> StepState:
     Raises:
         RequestError: a column has no value, or holds no numbers.
     """
-    values, valid = matrix_of(table, config.columns, step="scale")
-    need_some(valid, config.columns, step="scale")
+    values, valid = masked_of(table, config.columns, step="scale")
+    need_some(valid, config.columns, step="scale", num_rows=len(values))
     if config.how == "robust":
-        found = [
-            quantiles_of([values[valid[:, place], place]], (0.25, 0.5, 0.75)) for place in range(len(config.columns))
-        ]
+        there = [column if valid is None else column[valid[:, place]] for place, column in enumerate(values.T)]
+        found = [quantiles_of([column], (0.25, 0.5, 0.75)) for column in there]
         quartiles = np.array(found)
         centre, width = quartiles[:, 1], quartiles[:, 2] - quartiles[:, 0]
     else:

@@ -17,7 +17,7 @@ from shoal.core.errors import RequestError
 
 JSON_NAME = "fitted.json"
 """The file that comes last and names the digest of all."""
-_ARRAYS = "fitted.safetensors"
+ARRAYS_NAME = "fitted.safetensors"
 _FORMAT = 1
 
 
@@ -72,8 +72,8 @@ class Fitted:
         """Write it; the JSON file, which has the digest of both, comes last and whole."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        save_file(arrays, folder / f"{_ARRAYS}.part")
-        os.replace(folder / f"{_ARRAYS}.part", folder / _ARRAYS)
+        save_file(arrays, folder / f"{ARRAYS_NAME}.part")
+        os.replace(folder / f"{ARRAYS_NAME}.part", folder / ARRAYS_NAME)
         text = json.dumps({"digest": self.digest, "fitted": json.loads(self._json())}, ensure_ascii=True)
         (folder / f"{JSON_NAME}.part").write_text(text)
         os.replace(folder / f"{JSON_NAME}.part", folder / JSON_NAME)
@@ -87,7 +87,7 @@ def load_fitted(folder: Path) -> Fitted:
     """
     try:
         whole = json.loads((folder / JSON_NAME).read_text())
-        arrays = load_file(folder / _ARRAYS)
+        arrays = load_file(folder / ARRAYS_NAME)
         values = whole["fitted"]
         steps = []
         for place, own in enumerate(values["steps"]):

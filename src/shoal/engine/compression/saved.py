@@ -88,6 +88,14 @@ class SavedSums:
             if self.sums.channel.rank == 0:
                 self._fold_replicas(found[1], known, tensors, placements)
             self._said = f"the checkpoint's residuals are of {found[1]} replicas, here are {num_ranks}: replica 0 takes their sum"
+        ratios = [name for name in self.sums.numbers if name.startswith("ratio/") and f"{PREFIX}{name}" not in known]
+        for name in ratios:
+            self.sums.numbers[name].zero_()
+        if ratios and self._said is None:
+            self._said = (
+                f"the checkpoint was written before 1-bit LAMB kept its coefficients: for {len(ratios)} tensors the trust ratio "
+                "of the next step stands for those of the warm-up"
+            )
         self._fold_sum_residual(known, tensors, placements)
         for name, tensor in mine.items():
             if name in known:

@@ -5,10 +5,12 @@ changed. Each rank writes its own answers: that it is ready, which view it has c
 All of it is plain stores to memory without a name (see ``telemetry/statusboard.py``), so nobody waits for anybody and no death
 leaves anything behind.
 
-    epoch | for each slot: ready, arrived, failed, suspect, pace | two texts, each after its length
-    8     | 7 x 8 bytes                                          | 64 KiB each; the view of an epoch is in text (epoch mod 2)
+    newest | for each slot: ready, arrived, failed, suspect, pace | two texts, each after its length
+    8      | 7 x 8 bytes                                          | 64 KiB each
 
-A reader of the view of epoch e is torn only by the writing of epoch e + 2, which it sees by looking at the epoch again.
+The first word is the epoch, and in its last bit in which of the two texts the view is. A view is written over the older text, and
+epochs may be left out: so what a reader reads is torn only when two views were published meanwhile, and the first of them has
+changed the word before the second is written.
 """
 
 import mmap
@@ -93,7 +95,7 @@ class ControlBoard:
     @property
     def epoch(self) -> int:
         """Of the newest view; 0 before the first."""
-        return self._words[0]
+        return self._words[0] >> 1
 
     def publish(self, epoch: int, text: str) -> None:
         """Put a view up.
@@ -106,10 +108,11 @@ class ControlBoard:
             raise RunError(
                 f"a view of {len(encoded)} bytes does not fit the control board, which has {_TEXT_BYTES - 8}"
             )
-        start = self._text_start(epoch)
+        place = 1 - self._words[0] % 2
+        start = self._text_start(place)
         self._memory[start : start + 8] = len(encoded).to_bytes(8, "little")
         self._memory[start + 8 : start + 8 + len(encoded)] = encoded
-        self._words[0] = epoch
+        self._words[0] = epoch << 1 | place
 
     def read(self) -> tuple[int, str]:
         """The newest epoch and its view.
@@ -118,12 +121,12 @@ class ControlBoard:
             RunError: views come faster than they can be read.
         """
         for _ in range(_READ_TRIES):
-            epoch = self.epoch
-            start = self._text_start(epoch)
+            word = self._words[0]
+            start = self._text_start(word % 2)
             length = min(int.from_bytes(self._memory[start : start + 8], "little"), _TEXT_BYTES - 8)
             encoded = self._memory[start + 8 : start + 8 + length]
-            if self.epoch <= epoch + 1:
-                return epoch, encoded.decode(errors="replace")
+            if self._words[0] == word:
+                return word >> 1, encoded.decode(errors="replace")
         raise RunError("views change faster than they can be read")
 
     def await_newer(self, epoch: int, deadline: Deadline | None) -> bool:
@@ -185,8 +188,8 @@ class ControlBoard:
     def _word(self, slot: int, word: int) -> int:
         return 1 + slot * _WORDS + word
 
-    def _text_start(self, epoch: int) -> int:
-        return _head_bytes(self.num_slots) + (epoch % 2) * _TEXT_BYTES
+    def _text_start(self, place: int) -> int:
+        return _head_bytes(self.num_slots) + place * _TEXT_BYTES
 
 
 def _head_bytes(num_slots: int) -> int:

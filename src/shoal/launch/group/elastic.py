@@ -17,6 +17,8 @@ from shoal.launch.group.control import ControlBoard, Pace
 
 SECOND_START = ", start"
 """In the name of a member that was started in the slot of another."""
+_KEPT_STORES = 64
+"""Of the last views: a rank may be on its way to an older one. Of every view, they would use up the files that may be open."""
 CONTROL_VARIABLE, MEMBER_VARIABLE = "SHOAL_CONTROL_FD", "SHOAL_MEMBER"
 
 
@@ -298,8 +300,10 @@ class ElasticGroup:
 
     def _publish(self, view: NewView) -> None:
         members = tuple(member for replica in view.replicas for member in replica)
-        # Open until the end: a rank may be on its way to an older view, and the number of a closed one is given to other files.
+        # The number of a closed one is given to other files, which whoever opens it late sees (``RecordFileStore``).
         self._stores.append(store := StoreFile())
+        if len(self._stores) > _KEPT_STORES:
+            self._stores.pop(0).close()
         text = view_text(view, slots=[self._slots[member] for member in members], store=store.shared_path)
         before, self._view = set(self._view), members
         self.num_views += 1

@@ -63,9 +63,9 @@ class HostsGroup:
         self.is_over = False
         """A rank has said that all is done."""
         self._places: dict[str, _Place] = {}
+        """Of the members that live, as far as is known."""
         self._waiting: list[StartReplica] = []
         """Those that are to be started when the processes before them are gone."""
-        """Of the members that live, as far as is known."""
         self._paces: dict[str, Pace] = {}
         self._starts: Counter[int] = Counter()
         self._ready: set[str] = set()
@@ -229,6 +229,9 @@ class HostsGroup:
         if view is None or self.is_over:
             return
         members = tuple(member for replica in view.replicas for member in replica)
+        if not self._places.keys() >= set(members):
+            # Somebody was lost after it was decided, and too few are left for another one.
+            return
         before, self._view = set(self._view), members
         self._on_view(view.epoch)
         text = view_text(view, slots=[self._places[member].slot for member in members], store="")

@@ -80,6 +80,7 @@ class BatchQueue:
         if self._queue.next_step is not None:
             # The earliest first: results behind it are being kept for its sake.
             unit = self._queue.give(worker, 0, now)
+            assert unit is not None, "nothing is reserved here"
             self._num_begun = max(self._num_begun, unit + 1)
             return unit
         holders = {unit: self._queue.holders(unit) for unit in self._queue.in_hand()}

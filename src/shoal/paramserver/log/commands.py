@@ -146,7 +146,15 @@ def restart_update_log(text: str, *, rule: str, workers: int, steps: int) -> Upd
     undone += [unit for one in plain["pending"] for unit in one["portions"]]
     closed = plain["trimmed"] + len(plain["log"])
     again = {"workers": workers, "steps": steps, "opened": units["opened"], "todo": sorted(undone), "doing": []}
-    emptied: dict[str, Any] = {"members": {}, "gone": [], "pending": [], "first_arrival": None, "unused": [], "log": []}
+    emptied: dict[str, Any] = {
+        "members": {},
+        "gone": [],
+        "pending": [],
+        "first_arrival": None,
+        "unused": [],
+        "log": [],
+        "own_shares": {},
+    }
     return UpdateLog.restore({**plain, **emptied, "portions": again, "trimmed": closed})
 
 

@@ -5,7 +5,7 @@ neither todo nor doing; a dead worker's work units go back to where they were in
 """
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,15 +37,21 @@ class WorkQueue:
             return self._todo[0] // self.workers
         return self._opened if self._opened < self.steps else None
 
-    def give(self, worker: str, index: int, now: float) -> int:
-        """Hand out a work unit of ``next_step``: the worker's own share where it is free, else the first."""
+    def give(self, worker: str, index: int, now: float, reserved: Collection[int] = ()) -> int | None:
+        """Hand out a work unit of ``next_step``: the worker's own share where it is free, else the first that is not reserved.
+
+        None, and nothing is changed, when there are only reserved ones.
+        """
         step = self.next_step
         assert step is not None, "no work unit left to give"
         if not self._todo:
             self._todo = list(range(step * self.workers, (step + 1) * self.workers))
             self._opened += 1
         own = step * self.workers + index % self.workers
-        unit = own if own in self._todo else self._todo[0]
+        free = [one for one in self._todo if one % self.workers not in reserved]
+        if own not in self._todo and not free:
+            return None
+        unit = own if own in self._todo else free[0]
         self._todo.remove(unit)
         self._doing[unit] = {worker: now}
         return unit

@@ -22,6 +22,7 @@ from shoal.core.updaterule import UpdateRule
 from shoal.paramserver import consistency
 from shoal.paramserver.consistency import Aggregate, Lateness
 from shoal.paramserver.log import queue as members
+from shoal.paramserver.log.ownshares import OwnShares
 from shoal.paramserver.log.queue import Member, WorkQueue
 from shoal.paramserver.records import (
     NOTHING,
@@ -60,6 +61,7 @@ class UpdateLog:
         warm_start: int = 0,
         aggregate: Aggregate = "average",
         mean_steps: float = 1.0,
+        own_seconds: float = 0.0,
     ) -> None:
         """Open an empty update log.
 
@@ -74,6 +76,7 @@ class UpdateLog:
                 there).
             aggregate: what the pushes of an update count.
             mean_steps: local steps of a work unit, over all workers of the plan.
+            own_seconds: how long the shares of workers wait for those that have not come; 0: nobody has own ones.
         """
         self.rule = rule.resolve(workers)
         self.workers = workers
@@ -82,6 +85,7 @@ class UpdateLog:
         self.warm_start = warm_start
         self.aggregate = aggregate
         self.mean_steps = mean_steps
+        self.own_shares = OwnShares(workers=workers, seconds=own_seconds)
         self.memory = ""
         """What whoever makes the steps from outside has to remember (``advance``)."""
         self.num_duplicates = 0
@@ -170,6 +174,7 @@ class UpdateLog:
             # What it committed is no longer remembered, so what it sends again could count twice.
             return Refused(reason=f"worker {worker} has left; join again as a new instance")
         self._members.setdefault(worker, Member(index=index))
+        self.own_shares.join(index, now)
         return NOTHING
 
     def leave(self, worker: str, now: float) -> Change:
@@ -206,7 +211,10 @@ class UpdateLog:
             return Wait(reason=text, must_commit=bool(own))
         step = self._units.next_step
         if step is not None and consistency.may_take(self.rule, step, self.closed):
-            return self._unit(self._units.give(worker, member.index, now), member)
+            reserved = self.own_shares.reserved([one.index for one in self._members.values()], now)
+            unit = self._units.give(worker, member.index, now, reserved)
+            text = f"the workers that the rest of step {step} belongs to"
+            return Wait(reason=text, until=self.own_shares.until(now)) if unit is None else self._unit(unit, member)
         return self._nothing_to_take(worker, member, own, now)
 
     def commit(self, push: PushRecord, now: float) -> Answer:
@@ -282,6 +290,7 @@ class UpdateLog:
         self._units.rebase(now)
         if self._first_arrival is not None:
             self._first_arrival = now
+        self.own_shares.rebase(now)
 
     def restart(self, now: float) -> None:
         """Go on from a checkpoint, which has the weights of version ``closed`` and nothing that came after.
@@ -310,6 +319,7 @@ class UpdateLog:
             "warm_start": self.warm_start,
             "aggregate": self.aggregate,
             "mean_steps": self.mean_steps,
+            "own_shares": self.own_shares.export(),
             "memory": self.memory,
             "duplicates": self.num_duplicates,
             "dropped": self.num_dropped,
@@ -339,6 +349,7 @@ class UpdateLog:
         )
         update_log.num_duplicates, update_log.num_dropped = data["duplicates"], data["dropped"]
         update_log.memory = data["memory"]
+        update_log.own_shares = OwnShares.restore(data.get("own_shares", {}), units.workers)
         update_log._units = units
         update_log._members = msgspec.convert(data["members"], dict[str, Member])
         update_log._gone = list(data["gone"])
@@ -351,8 +362,7 @@ class UpdateLog:
 
     def digest(self) -> str:
         """A hash of the whole update log: two replicas that got the same inputs have the same."""
-        text = json.dumps(self.export(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps(self.export(), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def _unit(self, number: int, member: Member) -> WorkUnit:
         step, share = divmod(number, self.workers)
@@ -450,9 +460,8 @@ class UpdateLog:
             closed.append(self._close(entries))
 
     def _close(self, entries: tuple[PushRecord, ...]) -> Update:
-        number = self.closed
+        number, weight = self.closed, sum(one.weight for one in entries)
         counted = consistency.factors(self.rule, self.lateness, number, entries, self.aggregate, self.mean_steps)
-        weight = sum(one.weight for one in entries)
         steps = [unit // self.workers for one in entries for unit in one.units]
         record = Update(
             number=number,

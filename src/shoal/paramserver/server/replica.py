@@ -81,8 +81,10 @@ class Replica:
         elif packed is not None:
             if state.codec is None or rows:
                 raise WrongGradient(f"a push came as {packed.codec}, and this run compresses none, or not its rows")
-            given = as_tensor(payload, torch.uint8)
-            state.store(identity, state.codec.unpack(given, packed, state.shard), version)
+            given, kept = state.codec.split_kept(as_tensor(payload, torch.uint8), packed, state.shard)
+            is_new = state.store(identity, state.codec.unpack(given, packed, state.shard), version)
+            if is_new and kept is not None and packed.keeper is not None and state.kept is not None:
+                state.kept.store(identity, packed.keeper, kept)
         elif rows:
             given = as_tensor(payload, torch.uint8)
             rest, found = unpack_rows(given, rows, state.shard, state.model, state.weights.dtype)

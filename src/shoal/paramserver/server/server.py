@@ -35,6 +35,8 @@ from shoal.paramserver.messages import (
     Pulled,
     Push,
     Recall,
+    Remember,
+    Remembered,
     ReplicateCommand,
     ReplicateProgram,
     ReplicatePush,
@@ -238,6 +240,8 @@ class Server:
                 log_leader = self._shard_store.require_log_leader()
                 told = self._follower.answer(log_leader, body.since, follower=request.sender, epoch=epoch)
                 await request.answer(await told)
+            case Remember():
+                await self._remember(request, body)
             case Take():
                 await self._take(request, body)
             case Commit():
@@ -312,6 +316,11 @@ class Server:
                 weights = lent.enter_context(replica.read_snapshot()) if pull.have < version else None
             # Outside of the lock: whoever reads slowly, or stops, holds no update up and no other reader.
             await request.answer(Pulled(version=version, is_new=weights is not None), payload=weights)
+
+    async def _remember(self, request: Request, asked: Remember) -> None:
+        kept = self._shard_store.require(asked.shard).state.kept
+        residual = None if kept is None else kept.hand_out(request.sender, asked.index)
+        await request.answer(Remembered(has_residual=residual is not None), payload=residual)
 
     async def _fetch(self, request: Request, fetch: Fetch) -> None:
         replica = self._shard_store.require(fetch.shard)

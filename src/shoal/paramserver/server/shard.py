@@ -21,6 +21,7 @@ from shoal.optim.groups import Groups
 from shoal.paramserver.pushcodec import PushCodec
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.gradients import Gradients, Stored
+from shoal.paramserver.server.kept import KeptResiduals
 from shoal.paramserver.sharding import NORM_OPTIMIZERS, Model, Piece, Shard
 from shoal.paramserver.sparse import Rows
 
@@ -71,6 +72,8 @@ class ShardState:
         self.version = 0
         self.codec: PushCodec | None = None
         """Of the gradients that workers push; None where they come as they are."""
+        self.kept: KeptResiduals | None = None
+        """What workers have not sent yet; None where checkpoints do not have it."""
         self.on_update: Callable[[Update, Mapping[str, Tensor]], None] | None = None
         """Called after every update with its record and the gradients that made it, by parameter name."""
         dtype = _DTYPES[next(iter(model.values())).dtype]
@@ -165,6 +168,8 @@ class ShardState:
         self.version += 1
         self._gradients.retire([entry.identity for entry in record.entries])
         self._gradients.retire(record.dropped)
+        if self.kept is not None:
+            self.kept.apply(record)
         if self.on_update is not None:
             self.on_update(record, {piece.name: self._view(shown, piece) for piece in self.shard.pieces})
 
@@ -175,6 +180,8 @@ class ShardState:
             worker: its instance.
             keep: the numbers that it did commit (``UpdateLog.committed``).
         """
+        if self.kept is not None:
+            self.kept.discard(worker, keep)
         return self._gradients.discard(worker, keep)
 
     def placements(self) -> dict[str, Placement]:
@@ -218,6 +225,9 @@ class ShardState:
             "gone": [[worker, sorted(numbers)] for worker, numbers in gone.items()],
             "history": list(self._history),
         }
+        if self.kept is not None:
+            kept, values["kept"] = self.kept.export()
+            tensors |= kept
         return tensors, values
 
     @torch.no_grad()
@@ -253,6 +263,8 @@ class ShardState:
         }
         gone = {worker: frozenset(numbers) for worker, numbers in values["gone"]}
         self._gradients.restore(stored, [PushId(*one) for one in values["retired"]], gone)
+        if self.kept is not None and "kept" in values:
+            self.kept.restore(tensors, values["kept"])
         self._history = OrderedDict((version, tensors[f"{_HISTORY}/{version}"].clone()) for version in history)
 
     def _names(self) -> dict[nn.Parameter, str]:

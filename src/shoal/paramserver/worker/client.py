@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from shoal.comm.wire.errors import Refused, WireTimeout
@@ -36,6 +37,8 @@ from shoal.paramserver.messages import (
     Pull,
     Pulled,
     Push,
+    Remember,
+    Remembered,
     Take,
     Taken,
 )
@@ -103,6 +106,9 @@ class Client:
         self._caches_cold = caches_cold
         self.num_pushed_bytes = self.num_pulled_bytes = 0
         """Gradients and weights that went over, without what was sent again because nobody had answered."""
+        self.num_kept_bytes = 0
+        """Residuals that went over for checkpoints."""
+        self._is_recalled = False
         self.versions = [-1] * len(self._spans)
         self.closed = 0
         """Updates that were closed when a push of this worker was committed last."""
@@ -171,6 +177,8 @@ class Client:
         assert len(read) == len(self._spans), f"{len(read)} versions for {len(self._spans)} shards"
         encoded: Sequence[tuple[Packed, Tensor]] | None = None
         if self._compressor is not None:
+            await self._recall_residual(self._compressor)
+            kept_before = self._compressor.num_kept_bytes
             # Once, and in a thread: what is sent again has the same bytes, and who is silent for seconds is taken for dead.
             encoded = await asyncio.to_thread(self._compressor.encode, gradient, self._spans, unit)
         await asyncio.gather(
@@ -183,7 +191,24 @@ class Client:
                 for shard, span in enumerate(self._spans)
             )
         )
+        if self._compressor is not None:
+            # Beside what is learned from: the codec's formula is of that.
+            kept = self._compressor.num_kept_bytes - kept_before
+            self.num_kept_bytes, self.num_pushed_bytes = self.num_kept_bytes + kept, self.num_pushed_bytes - kept
         return number
+
+    async def _recall_residual(self, compressor: PushCompressor) -> None:
+        """Before the first push: begin with what the checkpoint has that the run goes on from."""
+        if self._is_recalled or not compressor.asks_for_residual:
+            return
+        for shard in range(len(self._spans)):
+            into = torch.empty(compressor.num_kept(shard))
+            if not into.numel():
+                continue
+            answer = await self._ask(shard, Remember(shard=shard, index=compressor.index), into=into)
+            if _expect(answer, Remembered).has_residual:
+                compressor.take(shard, into)
+        self._is_recalled = True
 
     async def _push(self, push: Push, gradient: Tensor, encoded: tuple[Packed, Tensor] | None) -> None:
         payload = gradient

@@ -8,6 +8,7 @@ resumed under any plan, shown, verified and exported.
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from shoal.paramserver.center.ballots import name_voters
 from shoal.paramserver.messages import FINISHED, Ballot, Ballots
 from shoal.paramserver.server.server import Server
 from shoal.paramserver.server.shard import ShardState
+from shoal.serverrun.server.residuals import held_residuals
 from shoal.trainer.progress import Progress
 
 LOG_KEY = "book"
@@ -103,7 +105,7 @@ class ServerCheckpointer:
             return
         await self._open(server, primaries)
         assert self._saver is not None
-        tensors, placements = self._held(server)
+        tensors, placements = self._held(server, step)
         self._version = version
         self._versions[step] = version
         await asyncio.to_thread(self._saver.save, step, tensors, values, None, placements)
@@ -223,14 +225,22 @@ class ServerCheckpointer:
             self.failure = event.reason
         self._given_report(event)
 
-    def _held(self, server: Server) -> tuple[dict[str, torch.Tensor], dict[str, Placement]]:
+    def _held(self, server: Server, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Placement]]:
         tensors: dict[str, torch.Tensor] = {}
         placements: dict[str, Placement] = {}
         for shard, replica in sorted(server.replicas.items()):
             if server.is_primary(shard):
                 found, places = held_by(replica.state, self._saved_names)
-                tensors |= found
-                placements |= places
+                kept, kept_places, silent = held_residuals(replica.state, self._saved_names, step)
+                tensors |= found | kept
+                placements |= places | kept_places
+                for index in silent:
+                    print(
+                        f"checkpoint at step {step}: nothing is known of what worker {index} has not sent of shard {shard}; its "
+                        "part is saved as nothing",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         if server.is_primary(0):
             tensors |= self._fixed
             placements |= {name: place_whole(tensor.shape) for name, tensor in self._fixed.items()}

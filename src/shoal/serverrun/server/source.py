@@ -24,16 +24,21 @@ from shoal.optim.rates import rate
 from shoal.paramserver.consistency import Lateness
 from shoal.paramserver.log.commands import CommandLog, restart_update_log, update_log_after
 from shoal.paramserver.log.updates import UpdateLog
+from shoal.paramserver.server.kept import KeptResiduals
 from shoal.paramserver.server.shard import ShardState
 from shoal.paramserver.server.vectors import LbfgsShard
 from shoal.paramserver.sharding import Shard, cut_for
 from shoal.paramserver.worker.flat import describe_model, refuse_batch_norm
 from shoal.serverrun.process import ProcessSpec
-from shoal.serverrun.pushes import push_codec
+from shoal.serverrun.pushes import push_codec, saves_residuals
 from shoal.serverrun.server.checkpointing import load_shard, read_checkpoint
+from shoal.serverrun.server.residuals import load_residuals
 from shoal.trainer.build import build_parts
 from shoal.trainer.progress import Progress
 from shoal.trainer.samedata import SameData, refuse_other_data
+
+_OWN_SECONDS = 60.0
+"""How long shares of workers that keep residuals wait for those that have not come yet: who does a share decides its bits."""
 
 
 @contextlib.contextmanager
@@ -131,6 +136,9 @@ class ShardSource:
         if self.start is not None:
             version = self._make_update_log().closed
             load_shard(state, self.start.path, self.saved_names, version=version, expect=self.start.manifest)
+            said = load_residuals(state, self.start.path, self.saved_names, expect=self.start.manifest)
+            if said is not None and number == 0:
+                print(f"warning: {said}", file=sys.stderr, flush=True)
         return state
 
     def make_copy(self, number: int) -> ShardState:
@@ -152,13 +160,20 @@ class ShardSource:
             aggregation="adasum" if config.aggregate == "adasum" else "sum",
             compensation=config.delay_compensation,
         )
-        state.codec = push_codec(self.spec, self.model)
+        state.codec = push_codec(self.spec, self.model, self.total_steps)
+        if state.codec is not None and state.codec.saves_residuals:
+            state.kept = KeptResiduals(state.codec.kept_numel(shard))
         return state
 
     def make_log(self) -> CommandLog:
         """The update log before the first update that this run makes."""
         every = self.spec.recipe.checkpoint.every
         return CommandLog(self._make_update_log(), cut_every=every * self.spec.plan.num_shares)
+
+    @property
+    def _keeps_residuals(self) -> bool:
+        codec = push_codec(self.spec, self.model, self.total_steps)
+        return codec is not None and codec.keeps_residual
 
     def _make_update_log(self) -> UpdateLog:
         spec, config = self.spec, self.spec.recipe.paramserver
@@ -172,10 +187,13 @@ class ShardSource:
             warm_start=config.warm_start,
             aggregate=config.aggregate,
             mean_steps=sum(map(config.own_steps, range(shares))) / shares,
+            own_seconds=_OWN_SECONDS if saves_residuals(spec) and self._keeps_residuals else 0.0,
         )
         if self.start is None:
             return update_log
         again = None
         if self.start.update_log is not None:
             again = restart_update_log(self.start.update_log, rule=str(spec.rule), workers=shares, steps=self.num_steps)
+        if again is not None:
+            again.own_shares = update_log.own_shares
         return again or update_log_after(self.start.step, update_log, updates_per_step=updates_per_step(self.spec.plan))

@@ -95,7 +95,7 @@ class ServerConnection:
         spec, config = self._spec, self._spec.recipe.paramserver
         self._node = open_node(spec)
         flat = self._worker.flat
-        codec = push_codec(spec, flat.model)
+        codec = push_codec(spec, flat.model, self._worker.total_steps)
         join = introduction(spec, role="worker", model=flat.model, data=self._worker.data)
         self._contact = Contact(
             self._node,
@@ -122,7 +122,7 @@ class ServerConnection:
             spans=flat.spans,
             cache_staleness=config.cache_staleness,
             packer=None if codec is not None else make_packer(flat, config),
-            compressor=None if codec is None else PushCompressor(codec, flat.shard_map),
+            compressor=None if codec is None else PushCompressor(codec, flat.shard_map, spec.index),
             caches_cold=config.hot == "measured",
             deadline_seconds=config.deadline,
         )
@@ -140,7 +140,11 @@ class ServerConnection:
     def traffic(self) -> WorkerTraffic:
         """What went over this line."""
         client = self.client
-        return WorkerTraffic(pushed_bytes=client.num_pushed_bytes, pulled_bytes=client.num_pulled_bytes)
+        return WorkerTraffic(
+            pushed_bytes=client.num_pushed_bytes,
+            pulled_bytes=client.num_pulled_bytes,
+            residual_bytes=client.num_kept_bytes,
+        )
 
     def take(self, held: tuple[int, ...] = ()) -> WorkUnit | None:
         """The next work unit."""

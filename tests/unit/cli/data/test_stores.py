@@ -80,6 +80,29 @@ def test_bench_compares_with_a_memory_map(store, tmp_path):
     assert [one["order"] for one in orders] == ["in order", "at random"] and all(one["store_us"] > 0 for one in orders)
 
 
+def test_bench_says_how_orders_mix(store, tmp_path):
+    code, out, _ = run(
+        "bench", store, "--order", "--batch", 50, "--window", 2, "--rows", 10_000, "--json", tmp_path / "o.json"
+    )
+    assert code == 0 and "fetches a block" in out and "a window of 3 would do" in out
+    said = json.loads((tmp_path / "o.json").read_text())
+    full, window, time = (said["orders"][name] for name in ("full", "window", "time"))
+    assert full["chi2"] < 1.1 < window["chi2"] < time["chi2"] and time["lag1"] > 0.9
+    assert said["blocks"] == 3 and full["fetches_per_block"] > 50 and window["fetches_per_block"] == 1
+
+
+def test_bench_replays_caches(tmp_path):
+    code, out, _ = run(
+        "bench", "--caches", "--policy", "mru", "--share", 0.5, "--keys", 100, "--json", tmp_path / "c.json"
+    )
+    assert code == 0 and "holds 50% of the keys" in out
+    said = json.loads((tmp_path / "c.json").read_text())
+    assert said["share"] == 0.5 and sorted(said["policies"]) == ["belady", "mru"]
+    # Of 11 scans of 100 keys MRU hits the half that stays, within the one place that changes, and nothing hits more.
+    scan = {name: found["scan"] for name, found in said["policies"].items()}
+    assert scan["mru"]["accesses"] == 1100 and 500 < scan["mru"]["hits"] <= scan["belady"]["hits"] <= 550
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -91,6 +114,13 @@ def test_bench_compares_with_a_memory_map(store, tmp_path):
         (("build", "ids.npy", "dst", "--key", "user"), "no column 'user'"),
         (("build", "ids.npy", "store", "--append", "--key", "tokens"), "--key is chosen where the store is built"),
         (("show", "store", "--version", "4"), "no version 4"),
+        (("bench",), "name a store to measure"),
+        (("bench", "store", "--caches"), "leave out STORE"),
+        (("bench", "--caches", "--policy", "oldest"), "oldest"),
+        (("bench", "--caches", "--share", "2"), "give a share between 0 and 1"),
+        (("bench", "store", "--policy", "lru"), "--policy is of --caches"),
+        (("bench", "store", "--window", "4"), "--window is of --order"),
+        (("bench", "store", "--order", "--batch", "30000"), "the store has 20000 rows, and a batch 30000"),
     ],
     ids=str,
 )

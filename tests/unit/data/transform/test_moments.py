@@ -41,6 +41,13 @@ def test_blocks_of_shards_are_merged_in_the_order_of_blocks(values):
     assert by_shard.m2 == pytest.approx(whole.m2, rel=1e-12)
 
 
+@pytest.mark.parametrize("only", ["all", "mean", "range"])
+def test_without_a_mask_the_bits_are_those_of_a_whole_one(values, only):
+    whole = bits(moments_of(values, np.ones(values.shape, np.bool_), only=only))
+    assert bits(moments_of(values, None, only=only)) == whole
+    assert bits(moments_of(values, None, 3, only=only)) == whole
+
+
 def test_moments_are_those_of_numpy(values):
     valid = np.random.default_rng(2).random(values.shape) > 0.3
     found = moments_of(values, valid, 3)

@@ -22,6 +22,41 @@ def test_a_view_is_read_under_its_epoch(board):
     assert board.await_newer(1, Deadline(seconds=0)) and not board.await_newer(2, Deadline(seconds=0))
 
 
+class _Slow:
+    """The board's memory for a reader that is held up between the epoch and the text; what is given happens meanwhile."""
+
+    def __init__(self, memory, happens):
+        self._memory, self._happens = memory, happens
+
+    def __getitem__(self, part):
+        happens, self._happens = self._happens, lambda: None
+        happens()
+        return self._memory[part]
+
+    def __setitem__(self, part, value):
+        self._memory[part] = value
+
+    def close(self):
+        self._memory.close()
+
+
+@pytest.mark.parametrize("newer", [(2,), (2, 3), (3,), (3, 5), (2, 3, 4)], ids=str)
+def test_a_view_is_read_whole_whatever_is_published_meanwhile(board, newer):
+    texts = {epoch: f"view {epoch} " * (6 - epoch) for epoch in range(1, 6)}
+
+    def publish_and_begin_the_last():
+        for epoch in newer[:-1]:
+            board.publish(epoch, texts[epoch])
+        before = board._words[0]
+        board.publish(newer[-1], texts[newer[-1]])
+        board._words[0] = before  # Its text is there, and its writer has not come to the epoch yet.
+
+    board.publish(1, texts[1])
+    board._memory = _Slow(board._memory, publish_and_begin_the_last)
+    epoch, text = board.read()
+    assert (epoch, text) == (max((1, *newer[:-1])), texts[epoch])
+
+
 def test_answers_are_of_one_slot_and_are_forgotten_with_its_process(board):
     board.say_ready(1)
     board.say_arrived(1, 3)

@@ -381,3 +381,32 @@ def test_departed_workers_are_remembered_up_to_a_number():
         update_log.leave(f"worker-{number}", 0.0)
     assert update_log.gone[0] == "worker-5" and len(update_log.gone) == len(update_log.export()["gone"]) == GONE_KEPT
     assert isinstance(update_log.join(f"worker-{GONE_KEPT}", 0, 0.0), Refused)
+
+
+def test_shares_that_wait_for_their_own_worker_are_given_to_nobody_else_in_time():
+    """Who keeps a residual decides the bits of a share: a worker that is early takes no other's."""
+    desk = Desk("bsp", names="a", own_seconds=60.0)
+    assert desk.take("a", 1.0).share == 0
+    desk.commit("a", 0, now=2.0)
+    digest = desk.update_log.digest()
+    waiting = desk.take("a", 3.0, ())
+    assert isinstance(waiting, Wait) and waiting.until == 60.0 and "step 0" in waiting.reason
+    assert desk.update_log.digest() == digest, "a wait has no place in the row of inputs"
+    desk.update_log.join("b", 1, 4.0)
+    assert isinstance(desk.take("a", 70.0, ()), Wait), "it is alive, however slow"
+    assert UpdateLog.restore(json.loads(json.dumps(desk.update_log.export()))).digest() == desk.update_log.digest()
+    assert desk.take("b", 71.0).share == 1
+    desk.update_log.leave("b", 72.0)
+    assert desk.take("a", 73.0, ()).share == 1, "it will not come back under this name"
+
+
+def test_shares_of_a_worker_that_never_comes_are_done_by_others_when_their_time_is_over():
+    desk = Desk("bsp", names="a", own_seconds=60.0)
+    desk.take("a", 1.0)
+    desk.commit("a", 0, now=2.0)
+    assert isinstance(desk.take("a", 59.0, ()), Wait)
+    assert desk.take("a", 61.0, ()).share == 1
+    usual = Desk("bsp", names="a")
+    usual.take("a", 1.0)
+    usual.commit("a", 0, now=2.0)
+    assert usual.take("a", 3.0, ()).share == 1, "where nothing is kept nobody waits"

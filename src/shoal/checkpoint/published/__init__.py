@@ -1,0 +1,1 @@
+"""Models that a run publishes while it trains: numbered versions, and a pointer to the newest for whoever predicts."""

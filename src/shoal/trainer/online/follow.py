@@ -1,0 +1,39 @@
+"""``shoal train --follow``: what it changes in a recipe, and which recipes cannot go on for ever."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.core.errors import RequestError
+from shoal.trainer.online.config import DEFAULT_MINUTES, NEVER
+
+_BY_LENGTH = ("cosine", "linear")
+
+
+def follow_overrides(tables: Mapping[str, Any]) -> list[str]:
+    """The overrides that make a recipe, with what the command line changed in it, one that never ends and follows its data.
+
+    Raises:
+        RequestError: its data does not grow, or its learning rate goes by the length of the run.
+    """
+    data, train, optim = (_section(tables, name) for name in ("data", "train", "optim"))
+    if data.get("source") != "store":
+        raise RequestError(
+            f"--follow takes in data as it is appended to a store, and data.source is {data.get('source', 'your own')!r}; build "
+            'one with `shoal data build SRC DST`, and set data.source = "store" and data.path'
+        )
+    if (schedule := optim.get("schedule")) in _BY_LENGTH:
+        raise RequestError(
+            f"optim.schedule {schedule} goes by the length of the run, and with --follow it has none; set constant, inverse_sqrt "
+            "or plateau"
+        )
+    changes = [f"train.{name}=" for name in ("epochs", "tokens") if train.get(name) is not None]
+    changes += [f"train.steps={NEVER}", "data.follow=true"]
+    publish = _section(tables, "publish")
+    if publish.get("every_steps") is None and publish.get("every_minutes") is None:
+        changes.append(f"publish.every_minutes={DEFAULT_MINUTES:g}")
+    return changes
+
+
+def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tables.get(name, {})
+    return found if isinstance(found, Mapping) else {}
