@@ -103,7 +103,7 @@ class StoreConfig(_Loaded):
     version: Count | None = None
     """Which version is read; the newest when the run starts, which its own recipe then names, when left out."""
     split: str | None = None
-    """A split that ``shoal data split`` made; the shares ``validation`` and ``test``, in the order of rows, when left out."""
+    """A split that ``shoal data split --save`` kept; the shares ``validation`` and ``test``, in their order, when left out."""
     inputs: tuple[str, ...] = ()
     """Columns that the model takes; all of numbers but the target when left out."""
     target: str | None = None
