@@ -16,7 +16,7 @@ endef
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types soak mutate bench clean tools lock
+.PHONY: help install demo test test-again lint types soak mutate bench clean tools lock
 
 help:
 	@echo "make demo     install, train a small GPT on two processes, evaluate it, print a sample"
@@ -77,6 +77,10 @@ PYTEST_FILES := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reor
 
 test: install
 	$(PYTEST_FILES) -m "not soak"
+
+# What failed in the run before, one after the other; it fails where nothing is known to have failed.
+test-again: install
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not soak"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check
