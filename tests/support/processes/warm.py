@@ -39,6 +39,8 @@ READ_BEFORE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "KMP_"
 """Variables that an interpreter or a library reads when it begins."""
 TAKEN_OVER = {"PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS"}
 """What a fork does by itself; the last is 1 in every fork server."""
+TAKEN_OVER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""scikit-learn sets these when it is imported, for an OpenMP that torch does not use."""
 _start_interpreter = forkclient.start_interpreter
 REFERENCE = "shoal.verify.oracle.process"
 
