@@ -31,7 +31,11 @@ VERBS = (
     "job",
     "role",
     "doctor",
+    "serve",
+    "data",
 )
+
+GROUPS = ("ckpt", "keys", "role", "job", "data")
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
@@ -72,7 +76,7 @@ def test_help_lists_every_verb(installed_shoal):
 
 @pytest.mark.parametrize(
     "verb",
-    [verb for verb in (*VERBS, "keys new", "keys show", "job slurm") if verb not in ("ckpt", "keys", "role", "job")],
+    [verb for verb in (*VERBS, "keys new", "keys show", "job slurm", "data show") if verb not in GROUPS],
 )
 def test_every_verb_takes_json(installed_shoal, verb):
     done = installed_shoal(*verb.split(), "--help")
