@@ -227,6 +227,8 @@ def _describe_tables(path: str, section: type[BaseModel]) -> Iterator[str]:
             title = f"[[{inner}]]" if get_origin(field.annotation) is tuple else f"[{inner}]"
             yield from ("", *_commented([f"{title}  # {_help_text(field)}", *_describe_fields(table)]))
             yield from _describe_tables(inner, table)
+        for choice, table in _listed(field.annotation):
+            yield from ("", *_commented([f"[[{path}.{name}]]  # {choice}", *_describe_fields(table)]))
 
 
 def _describe_fields(section: type[BaseModel]) -> Iterator[str]:
