@@ -97,7 +97,7 @@ def chosen(words: Sequence[str], *, missing: bool) -> list[Mutation]:
     found = [
         one for one in MUTATIONS if not words or any(word in f"{one.promise} {one.file} {one.what}" for word in words)
     ]
-    found = [one for one in found if kept.get(_cells(one)) != "yes"]
+    found = [one for one in found if kept.get(cells_of(one)) != "yes"]
     return sorted(found, key=lambda mutation: -mutation.seconds)
 
 
@@ -138,21 +138,30 @@ def row_of(mutation: Mutation, verdict: str) -> str:
     return f"| {mutation.promise} | {where} | `{mutation.test.removeprefix('tests/')}` | {verdict} |"
 
 
-def _cells(mutation: Mutation) -> str:
+def cells_of(mutation: Mutation) -> str:
     return row_of(mutation, "").rsplit("|", 2)[0]
 
 
-def read_table() -> dict[str, str]:
-    """What the table says came of each mutation, by the other cells of its row."""
-    table = TABLE.read_text().split(BEGIN)[1].split(END)[0]
+def table_rows() -> list[tuple[str, str]]:
+    """The rows of the table as they stand: what says which mutation it is, and what came of that."""
+    table = TABLE.read_text().split(BEGIN)[1].split(END)[0].partition(HEAD)[2]
     rows = [line.rsplit("|", 2) for line in table.splitlines() if line.startswith("| ")]
-    return {cells: verdict.strip() for cells, verdict, _ in rows}
+    return [(cells, verdict.strip()) for cells, verdict, _ in rows]
+
+
+def read_table() -> dict[str, str]:
+    """What the table says came of each mutation; of a row that a merge has doubled, the one that was caught."""
+    found: dict[str, str] = {}
+    for cells, verdict in table_rows():
+        if found.get(cells) != "yes":
+            found[cells] = verdict
+    return found
 
 
 def write_table(results: dict[Mutation, str]) -> None:
     """Rewrite the table; a mutation that was not tried keeps what its row said, if the row is still the same."""
     kept = read_table()
-    rows = [row_of(one, results.get(one, kept.get(_cells(one), "not run"))) for one in MUTATIONS]
+    rows = [row_of(one, results.get(one, kept.get(cells_of(one), "not run"))) for one in MUTATIONS]
     num_caught = sum(row.endswith("| yes |") for row in rows)
     reasons = "".join(f"- *{promise}*: {reason}\n" for promise, reason in WITHOUT.items())
     without = f"\nRows of the guarantees without a mutation:\n\n{reasons}" if reasons else ""
@@ -166,7 +175,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="try only mutations whose promise, file or name has one of these")
     parser.add_argument(
-        "--missing", action="store_true", help="only those of which the table does not say that they were caught"
+        "--missing",
+        action="store_true",
+        help="only those of which the table does not say that they were caught; with none of them, each row once",
     )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     given = parser.parse_args(arguments)
@@ -176,6 +187,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print("\n".join(problems), file=sys.stderr)
         return 2
     mutations = chosen(given.words, missing=given.missing)
+    if not mutations and given.missing and not given.words:
+        write_table({})
+        print(f"all {len(MUTATIONS)} have been caught; see {TABLE}")
+        return 0
     if not mutations:
         print("there is no such mutation", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """Batches of any form: what datasets give is put together again as it was, and makes the call that people would write."""
 
 import pickle
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,17 +153,19 @@ def test_a_collate_function_of_the_users_own() -> None:
 
 def test_loader_processes_hand_forms_over() -> None:
     data = from_datasets([{"x": one + number, "y": {"a": number, "b": (one, 1.0)}} for number in range(8)])
-    here, there = (Loader(data.train, global_batch=4, micro_batch=2, workers=workers) for workers in (0, 1))
-    for _ in range(2):
-        for own, shared in zip(here.next().microbatches, there.next().microbatches, strict=True):
-            assert own.form == shared.form and own.targets == () == shared.targets
-            assert all(torch.equal(a, b) for a, b in zip(own.inputs, shared.inputs, strict=True))
     pairs = from_datasets([(one + number, {"a": number, "b": one}) for number in range(8)])
-    loader = Loader(pairs.train, global_batch=4, micro_batch=4, workers=1)
-    shared = loader.next().microbatches[0]
-    assert targets_of(shared.form, shared.inputs, shared.targets)["b"].shape == (4, 3)
-    for opened in (here, there, loader):
-        opened.close()
+    with ExitStack() as opened:
+        here, there = (
+            opened.enter_context(closing(Loader(data.train, global_batch=4, micro_batch=2, workers=workers)))
+            for workers in (0, 1)
+        )
+        for _ in range(2):
+            for own, shared in zip(here.next().microbatches, there.next().microbatches, strict=True):
+                assert own.form == shared.form and own.targets == () == shared.targets
+                assert all(torch.equal(a, b) for a, b in zip(own.inputs, shared.inputs, strict=True))
+        loader = opened.enter_context(closing(Loader(pairs.train, global_batch=4, micro_batch=4, workers=1)))
+        shared = loader.next().microbatches[0]
+        assert targets_of(shared.form, shared.inputs, shared.targets)["b"].shape == (4, 3)
 
 
 def test_samples_of_different_forms_are_named() -> None:
