@@ -21,7 +21,9 @@ from support.data.contract import CONTENT, check_storage
 from support.hadoop.install import what_is_missing
 from support.hadoop.servers import Hdfs, hdfs
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
+slow_start = pytest.mark.soak
+"""Daemons of Java, or a server in Python: tens of seconds."""
 SETTINGS = StorageConfig(retries=2, timeout=20, backoff=0.01)
 
 
@@ -67,6 +69,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
         yield found
 
 
+@slow_start
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_s3(s3: StorageConfig) -> None:
@@ -77,12 +80,14 @@ def test_s3(s3: StorageConfig) -> None:
         open_storage("s3://bucket2/x", s3)[0].read("x")
 
 
+@slow_start
 @pytest.mark.parametrize("kind", ["native", "web"])
 def test_hdfs(cluster: Hdfs, kind: str) -> None:
     storage, path = open_storage(f"{getattr(cluster, kind)}/some/{kind}", SETTINGS)
     check_storage(storage, path)
 
 
+@slow_start
 def test_a_byte_that_was_flipped_on_the_data_node_is_refused(cluster: Hdfs) -> None:
     storage, _ = open_storage(f"{cluster.native}/x", SETTINGS)
     # Of a length that no other test's files have: blocks of deleted ones lie about for a while.
@@ -105,6 +110,7 @@ def test_nobody_there() -> None:
             open_storage(address, settings)[0].read("x")
 
 
+@slow_start
 def test_tables_of_a_hive_metastore(tmp_path: Path) -> None:
     missing = what_is_missing()
     if missing is not None:
@@ -138,6 +144,8 @@ def test_tables_of_a_hive_metastore(tmp_path: Path) -> None:
         ["2026-11-01", "1"],
         ["2026-11-02", "1"],
     ]
-    assert said["contents"] == ["2026-11-01 0", "2026-11-01 1", "2026-11-02 1"]
+    days = (("2026-11-01", "0"), ("2026-11-01", "1"), ("2026-11-02", "1"))
+    assert said["contents"] == [[f"{day} {hour}", day, hour] for day, hour in days], "the rows, as training reads them"
+    assert said["texts"] == [7, 8]
     assert (plain["format"], plain["delimiter"], plain["partitions"]) == ("csv", "|", [])
     assert "default.nosuch: there is no such table; default has" in said["missing"]

@@ -9,6 +9,7 @@ from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
 from shoal.data.labels import LabelsConfig
 from shoal.data.partition.config import CutConfig
+from shoal.data.storage.config import StorageConfig
 from shoal.data.tiers.config import CacheConfig
 from shoal.data.transform.config import StepConfig
 
@@ -116,6 +117,8 @@ class StoreConfig(_Loaded):
     """The column of token ids; the only one of whole numbers when left out."""
     vocab: Count | None = None
     """Number of token ids; one more than the highest in the store when left out."""
+    storage: StorageConfig = StorageConfig()
+    """Deadlines, retries and settings of the storage that it is in."""
     cache: CacheConfig = CacheConfig()
     """What is kept near of a store that is not on this machine."""
     follow: bool = False
@@ -190,6 +193,8 @@ class TableConfig(_Loaded):
     """Type of raw token ids."""
     sequence: Count | None = None
     """Token ids of one row."""
+    storage: StorageConfig = StorageConfig()
+    """Deadlines, retries and settings of the storage that the files are in."""
     rejects: str | None = None
     """A file for rows that do not fit; without it the first one is an error."""
     load: Literal["whole"] = "whole"

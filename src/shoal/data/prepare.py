@@ -74,6 +74,7 @@ def open_rows(config: TableConfig) -> Opened:
         delimiter=config.delimiter,
         dtype=config.dtype,
         sequence=config.sequence,
+        storage=config.storage,
         rejects=Rejects(None if config.rejects is None else Path(config.rejects).expanduser()),
     )
     opened = open_data(config.path, format=config.format, pattern=config.pattern, where=config.where, options=options)
@@ -83,7 +84,9 @@ def open_rows(config: TableConfig) -> Opened:
     if not fields:
         raise RequestError(f"data.inputs names no column of {config.path}; it has {', '.join(opened.schema.names)}")
     return replace(
-        opened, schema=Schema(fields=fields), options=replace(options, columns=tuple(field.name for field in fields))
+        opened,
+        schema=Schema(fields=fields),
+        options=replace(opened.options, columns=tuple(field.name for field in fields)),
     )
 
 

@@ -8,15 +8,19 @@ import json
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 from pymetastore.hive_metastore import ThriftHiveMetastore
 from pymetastore.hive_metastore.ttypes import FieldSchema, Partition, SerDeInfo, StorageDescriptor, Table
 from thrift.protocol.TBinaryProtocol import TBinaryProtocol
 from thrift.transport import TSocket, TTransport
 
+from shoal.data.formats.opening import open_data
+from shoal.data.formats.options import ReadOptions
 from shoal.data.storage.config import StorageConfig
 from shoal.data.storage.hive import resolve_hive
-from shoal.data.storage.opening import open_storage
 from shoal.data.storage.protocol import Missing
+from shoal.data.table import concat_tables
 from support.hadoop.servers import free_port, metastore
 
 _PARQUET = (
@@ -67,7 +71,9 @@ def _make(port: int, folder: Path) -> None:
     for day, hour in (("2026-11-02", "1"), ("2026-11-01", "0"), ("2026-11-01", "1")):
         part = place / f"day={day}" / f"hour={hour}"
         part.mkdir(parents=True)
-        (part / "rows.parquet").write_bytes(f"{day} {hour}".encode())
+        pyarrow.parquet.write_table(
+            pyarrow.table({"id": [int(hour)], "text": [f"{day} {hour}"]}), part / "rows.parquet"
+        )
         held = Partition(
             values=[day, hour], dbName="default", tableName="events", sd=_described(part, _PARQUET), **times
         )
@@ -94,10 +100,11 @@ def main() -> None:
     with metastore(folder / "metastore", port) as address:
         _make(port, folder)
         events = resolve_hive(f"{address}/default.events")
-        contents = []
-        for part in events.partitions:
-            storage, path = open_storage(part.location)
-            contents += [storage.read(entry.path).decode() for entry in storage.list(path)]
+        rows = concat_tables(list(open_data(f"{address}/default.events").tables()))
+        contents = [[str(rows[name].value(row)) for name in ("text", "day", "hour")] for row in range(rows.num_rows)]
+        (folder / "plain").mkdir(exist_ok=True)  # The metastore makes it.
+        (folder / "plain" / "000000_0").write_text("7|a\n8|\\N\n")
+        texts = concat_tables(list(open_data("hive://default.plain", options=ReadOptions(storage=settings)).tables()))
         try:
             resolve_hive("hive://nosuch", settings)
             said = "found"
@@ -105,7 +112,7 @@ def main() -> None:
             said = str(error)
         plain = resolve_hive("hive://default.plain", settings)
         found = {"events": dataclasses.asdict(events), "plain": dataclasses.asdict(plain)}
-        print(json.dumps(found | {"contents": contents, "missing": said}))
+        print(json.dumps(found | {"contents": contents, "missing": said, "texts": texts["id"].values.tolist()}))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def require_arrow() -> Any:
     """
     try:
         import pyarrow
+        import pyarrow.compute  # Not imported with the package, and nobody else need have done it.
     except ImportError as error:
         raise RequestError(NEEDED) from error
     return pyarrow

@@ -6,6 +6,7 @@ numbers in others, and says where a value is wrong only while it reads with one 
 
 import csv
 from collections.abc import Iterator
+from typing import Any
 
 from shoal.core.errors import RequestError
 from shoal.data.formats.files import DataFile
@@ -22,7 +23,7 @@ def read_schema(file: DataFile, options: ReadOptions) -> Schema:
         RequestError: the file is empty, has no header or two columns of one name.
     """
     rows = _rows(file, options)
-    names = _header(file, next(rows, (1, []))[1])
+    names = _columns(file, rows, options)
     head: list[list[str]] = []
     for _, row in rows:
         if len(row) == len(names):
@@ -40,14 +41,15 @@ def read_tables(file: DataFile, schema: Schema, options: ReadOptions) -> Iterato
         BadRow: a row that does not fit, where they are not kept.
     """
     rows = _rows(file, options)
-    names = _header(file, next(rows, (1, []))[1])
+    names = _columns(file, rows, options)
     places = [names.index(field.name) for field in schema.fields]
     chunk: list[list[str]] = []
     numbers: list[int] = []
     size = 0
     for number, row in rows:
         if len(row) != len(names):
-            why = f"the row has {len(row)} fields and the header {len(names)}"
+            what = "table" if options.header else "header"
+            why = f"the row has {len(row)} fields and the {what} {len(names)}"
             options.rejects.add(file.name, number, None, why, row)
             continue
         chunk.append(row)
@@ -82,7 +84,8 @@ def _table(
 def _rows(file: DataFile, options: ReadOptions) -> Iterator[tuple[int, list[str]]]:
     """Number of the row (the header is 0) and its fields; empty lines are none."""
     delimiter = options.delimiter or ("\t" if ".tsv" in file.suffixes else ",")
-    reader = csv.reader(iter_lines(file, options.value_bytes), delimiter=delimiter, strict=True)
+    quoting: dict[str, Any] = {} if options.quotes else {"quoting": csv.QUOTE_NONE}
+    reader = csv.reader(iter_lines(file, options.value_bytes), delimiter=delimiter, strict=True, **quoting)
     number = 0
     try:
         for row in reader:
@@ -94,6 +97,15 @@ def _rows(file: DataFile, options: ReadOptions) -> Iterator[tuple[int, list[str]
             f"{file.name}, row {number} (line {reader.line_num}): {error}; is a quote left open, or data.delimiter not "
             f"{delimiter!r}?"
         ) from error
+
+
+def _columns(file: DataFile, rows: Iterator[tuple[int, list[str]]], options: ReadOptions) -> list[str]:
+    """The names of the columns; what is left of ``rows`` are rows."""
+    if not options.header:
+        return _header(file, next(rows, (1, []))[1])
+    for _ in range(options.skip_lines):
+        next(rows, None)
+    return list(options.header)
 
 
 def _header(file: DataFile, names: list[str]) -> list[str]:

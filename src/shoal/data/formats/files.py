@@ -13,12 +13,13 @@ from typing import BinaryIO, cast
 from urllib.parse import unquote
 
 from shoal.core.errors import RequestError, did_you_mean
+from shoal.data.storage.config import StorageConfig
 from shoal.data.storage.local import LocalStorage
 from shoal.data.storage.opening import open_storage
 from shoal.data.storage.protocol import Missing, Storage, join
 
 _BUFFER = 1 << 20
-_HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
+HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
 """What Hive calls the folder of rows whose key is missing."""
 
 
@@ -102,18 +103,23 @@ class _Ranged(io.RawIOBase):
         return len(found)
 
 
-def find_files(address: str, pattern: str | None = None) -> list[DataFile]:
+def find_files(
+    address: str, pattern: str | None = None, settings: StorageConfig | None = None, *, may_be_empty: bool = False
+) -> list[DataFile]:
     """The files of a dataset, sorted by path, so that rows have one order everywhere.
 
     Args:
         address: a file, a folder, or either with ``*`` and ``?`` in it. Names that begin with ``.`` or ``_`` are left out
-            of folders, as Spark and Hive do. pattern: which files of a folder; all when left out.
+            of folders, as Spark and Hive do.
+        pattern: which files of a folder; all when left out.
+        settings: of the storage.
+        may_be_empty: a folder without a file has none, and is no error.
 
     Raises:
         RequestError: there is none.
     """
     stem, wild = _cut_wild(address)
-    storage, path = open_storage(stem)
+    storage, path = open_storage(stem, settings)
     if wild is None:
         try:
             entry = storage.stat(path)
@@ -135,7 +141,7 @@ def find_files(address: str, pattern: str | None = None) -> list[DataFile]:
                 storage=storage, path=entry.path, inside=inside, num_bytes=entry.size, keys=_keys_of(inside)
             )
             found.append(file)
-    if not found:
+    if not found and not may_be_empty:
         what = f"no file of the pattern {pattern or wild!r}" if chosen else "no file in that folder"
         raise RequestError(
             f"data.path: {address}: there is no such file, and {what}; give a file, a folder or a pattern"
@@ -169,7 +175,7 @@ def _keys_of(inside: str) -> dict[str, str | None]:
     for part in inside.split("/")[:-1]:
         name, equals, value = part.partition("=")
         if equals and name:
-            keys[unquote(name)] = None if value == _HIVE_MISSING else unquote(value)
+            keys[unquote(name)] = None if value == HIVE_MISSING else unquote(value)
     return keys
 
 

@@ -22,8 +22,10 @@ from shoal.data.formats import (
     tokenfiles,
 )
 from shoal.data.formats.files import DataFile, find_files, prune
+from shoal.data.formats.hivetables import hive_files, hive_options
 from shoal.data.formats.kinds import FLOAT, UNKNOWN, Unfit, column_of_texts, guess_kind, join_kinds, read_kind
 from shoal.data.formats.options import ReadOptions
+from shoal.data.storage.hive import resolve_hive
 from shoal.data.table import Column, Field, Schema, Table
 
 
@@ -116,7 +118,7 @@ def open_data(
     """The files behind an address, with one schema.
 
     Args:
-        address: a file, a folder or a pattern; see ``find_files``.
+        address: a file, a folder or a pattern, see ``find_files``; or a table of a Hive metastore.
         format: one of ``FORMATS``; guessed by the names of the files when left out.
         pattern: which files of a folder.
         where: values of ``key=value`` folders; the others are not opened.
@@ -126,7 +128,12 @@ def open_data(
         RequestError: there is no file, the format is unknown, or two files disagree on a column; names both and the column.
     """
     options = options or ReadOptions()
-    found = find_files(address, pattern)
+    if address.startswith("hive://"):
+        table = resolve_hive(address, options.storage)
+        format, options = hive_options(table, address, options)
+        found = hive_files(table, address, options, pattern)
+    else:
+        found = find_files(address, pattern, options.storage)
     chosen = format or guess_format(found)
     if chosen not in FORMATS:
         raise RequestError(f"data.format: there is no {chosen!r}; {did_you_mean(chosen, FORMATS)}")

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from shoal.core.errors import RequestError
+from shoal.data.storage.config import StorageConfig
 
 MAX_BATCH_BYTES = 1 << 26
 MAX_VALUE_BYTES = 1 << 24
@@ -99,6 +100,14 @@ class ReadOptions:
     """Texts of a CSV file that stand for a missing value."""
     delimiter: str | None = None
     """Of a CSV file; ``,`` when left out, and a tab where the name ends in .tsv."""
+    header: tuple[str, ...] = ()
+    """Names of the columns of a CSV file that has no header line; its first line when left out."""
+    skip_lines: int = 0
+    """Lines of a CSV file before its first row, where ``header`` is given."""
+    quotes: bool = True
+    """False where a quote in a CSV file is a letter as any other."""
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    """Deadlines, retries and settings of the storage that the files are in."""
     dtype: str = "uint16"
     """Of raw token ids."""
     sequence: int | None = None

@@ -113,7 +113,7 @@ def pin_version(config: StoreConfig) -> StoreConfig:
     """
     if config.version is not None:
         return config
-    version = newest_version(config.path)
+    version = newest_version(config.path, config.storage)
     if version is None:
         raise RequestError(
             f"data.path: {config.path} is no store of data; make one with: shoal data build SRC {config.path}"
@@ -131,7 +131,7 @@ def open_store_data(config: StoreConfig) -> StoreData:
     config = pin_version(config)
     cache = _open_cache(config)
     cached: dict[str, Any] = {} if cache is None else {"fetch": cache.fetch, "fetched_bytes": _UNPACKED_BYTES}
-    reader = open_store(config.path, version=config.version, load=config.load, **cached)
+    reader = open_store(config.path, version=config.version, load=config.load, settings=config.storage, **cached)
     split = None if config.split is None else read_split(reader.folder, config.split)
     if split is not None and split.num_rows > len(reader):
         raise RequestError(
@@ -144,7 +144,7 @@ def open_store_data(config: StoreConfig) -> StoreData:
 
 def _open_cache(config: StoreConfig) -> StoreCache | None:
     """The cache of a store on another machine, where the recipe has one."""
-    folder = open_folder(config.path)
+    folder = open_folder(config.path, config.storage)
     if folder.local_path() is not None or not (config.cache.memory_bytes or config.cache.disk_bytes):
         return None
     check_cache(config.cache)

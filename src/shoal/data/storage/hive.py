@@ -14,6 +14,7 @@ from shoal.data.storage.protocol import Missing
 from shoal.data.storage.timebox import within
 
 _PORT = 9083
+_COMMA = ","
 _FORMATS = {
     "parquet": "parquet",
     "orc": "orc",
@@ -57,6 +58,10 @@ class HiveTable:
     """parquet, orc, csv, jsonl, avro, sequence; or the name of Hive's input format where it is another."""
     delimiter: str | None
     """Between the fields of a text table."""
+    skip_lines: int = 0
+    """At the beginning of each file of a text table."""
+    quotes: bool = False
+    """Fields of a text table may be in quotes."""
 
 
 def resolve_hive(address: str, settings: StorageConfig | None = None) -> HiveTable:
@@ -127,13 +132,16 @@ def _ask(host: str, port: int, database: str, table: str, timeout: float) -> Hiv
         transport.close()
     partitions = [HivePartition(values=tuple(part.values), location=_address(part.sd.location)) for part in parts]
     serde = held.sd.serdeInfo
+    said, is_quoted = serde.parameters or {}, "csv" in (serde.serializationLib or "").lower()
     return HiveTable(
         location=_address(held.sd.location),
         columns=tuple(HiveColumn(name=each.name, kind=each.type) for each in held.sd.cols),
         partition_columns=tuple(HiveColumn(name=each.name, kind=each.type) for each in keys),
         partitions=tuple(sorted(partitions, key=lambda part: part.values)),
         format=_format(held.sd.inputFormat or "", serde.serializationLib or ""),
-        delimiter=(serde.parameters or {}).get("field.delim"),
+        delimiter=said.get("field.delim") or said.get("separatorChar") or (_COMMA if is_quoted else None),
+        skip_lines=int(skip) if (skip := (held.parameters or {}).get("skip.header.line.count", "")).isdigit() else 0,
+        quotes=is_quoted,
     )
 
 

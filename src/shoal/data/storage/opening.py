@@ -38,7 +38,8 @@ def open_storage(address: str, settings: StorageConfig | None = None) -> tuple[S
     host, _, path = rest.partition("/")
     if scheme == "hive":
         raise RequestError(
-            f"{address!r} is a table of a metastore; it has no files of its own, read it with data.format = hive"
+            f'{address!r} is a table of a metastore and no place for files; it is read as data.path of source = "table" and by '
+            "shoal data build, and a store is read from its own folder or address"
         )
     if not host:
         raise RequestError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import RequestError, ShoalError
+from shoal.data.storage.config import StorageConfig
 from shoal.data.storage.opening import open_storage
 from shoal.data.storage.protocol import AlreadyThere, Missing, NoListing, Storage
 from shoal.data.store.block import digest_block, read_block
@@ -148,13 +149,13 @@ class StoreFolder:
         return read_manifest(data, file=f"{self.address}/{VERSIONS}/{name}", version=version)
 
 
-def open_folder(address: str) -> StoreFolder:
+def open_folder(address: str, settings: StorageConfig | None = None) -> StoreFolder:
     """The folder at an address; nothing is looked at yet.
 
     Raises:
         RequestError: the address is none.
     """
-    storage, prefix = open_storage(address)
+    storage, prefix = open_storage(address, settings)
     return StoreFolder(storage, prefix.strip("/"))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
+from shoal.data.storage.config import StorageConfig
 from shoal.data.store.blocks import FETCHED_BYTES, Blocks, Fetch
 from shoal.data.store.errors import BrokenFile
 from shoal.data.store.folder import PARTS, StoreFolder, open_folder
@@ -33,6 +34,7 @@ def open_store(
     load: Load = "index",
     fetch: Fetch | None = None,
     fetched_bytes: int = FETCHED_BYTES,
+    settings: StorageConfig | None = None,
 ) -> "StoreReader":
     """A reader of one version of a store. What is appended later it does not see.
 
@@ -43,20 +45,21 @@ def open_store(
         load: ``whole``: everything in memory; ``blocks``: one behind another; ``index``: rows all over.
         fetch: where blocks of another machine come from, such as a cache; the storage itself when left out.
         fetched_bytes: how much is kept of blocks that are not mapped.
+        settings: of the storage.
 
     Raises:
         RequestError: there is no store, no such version or no such column.
         BrokenFile: a manifest or a list of blocks is not what was written.
     """
-    folder = open_folder(address)
+    folder = open_folder(address, settings)
     return StoreReader(
         folder, folder.manifest(version), columns=columns, load=load, fetch=fetch, fetched_bytes=fetched_bytes
     )
 
 
-def newest_version(address: str) -> int | None:
+def newest_version(address: str, settings: StorageConfig | None = None) -> int | None:
     """The number of a store's newest version; None where there is no store. One listing, no file is read."""
-    return open_folder(address).newest_version()
+    return open_folder(address, settings).newest_version()
 
 
 def read_blocks(folder: StoreFolder, manifest: Manifest) -> BlockList:

@@ -4,11 +4,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from shoal.core.config import validate
 from shoal.core.errors import RequestError
+from shoal.data.config import StoreConfig, TableConfig
 from shoal.data.formats.opening import open_data, open_tables
 from shoal.data.formats.options import ReadOptions
+from shoal.data.prepare import open_rows
+from shoal.data.sources.storefile import open_store_data
 from shoal.data.storage.memory import open_memory
+from shoal.data.storage.protocol import Unreachable
 from shoal.data.table import concat_tables
+from support.data.webserver import Web, serving
 
 
 def test_text_and_tokens(tmp_path):
@@ -89,3 +95,23 @@ def test_text_in_one_file_and_numbers_in_the_other(tmp_path):
     (tmp_path / "b.csv").write_text("x\nhello\n")
     with pytest.raises(RequestError, match=r"'x' is i8 in \S*a\.csv and text in \S*b\.csv; .*data\.types"):
         open_data(str(tmp_path))
+
+
+def test_a_recipe_says_how_its_storage_is_asked():
+    config = {"source": "table", "path": "", "inputs": ["x"], "target": "y", "storage": {"retries": 0, "backoff": 0}}
+    with serving(Web()) as web:
+        web.files = {"a.csv": b"x,y\n" + b"1,0\n2,1\n" * 50}
+        config["path"] = f"{web.address}/a.csv"
+        web.fail("500")
+        with pytest.raises(Unreachable, match="1 times in a row"):
+            open_rows(validate(TableConfig, config, origin="test"))
+        web.fail("500")
+        config["storage"]["retries"] = 1
+        opened = open_rows(validate(TableConfig, config, origin="test"))
+        assert opened.schema.names == ("x", "y")
+        web.fail("500")
+        with pytest.raises(Unreachable, match="1 times in a row"):
+            open_store_data(validate(StoreConfig, STORE | {"path": f"{web.address}/s"}, origin="test"))
+
+
+STORE = {"source": "store", "version": 1, "target": "y", "storage": {"retries": 0}}
