@@ -158,7 +158,7 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
         )
     splits = {}
     for name, part in parts.items():
-        made = {key: tensor_of(part, columns, name) for key, columns in inputs.items()}
+        made = {key: tensor_of(part, columns, f"the {name} split") for key, columns in inputs.items()}
         if not _targets_of(config):
             tokens = next(iter(made.values()))
             if config.format != "tokens" and opened.format != "tokens":
@@ -222,7 +222,11 @@ def _targets(
     field = parts["train"].schema[names[0]]
     is_label = len(names) == 1 and (field.is_ragged or field.dtype.kind in "iub")
     if not is_label:
-        return None, {}, {split: tensor_of(part, names, split, what="target") for split, part in parts.items()}
+        return (
+            None,
+            {},
+            {split: tensor_of(part, names, f"the {split} split", what="target") for split, part in parts.items()},
+        )
     found = {split: labels_of(part, names[0], where=f"the {split} split of {where}") for split, part in parts.items()}
     space = unite_labels([found["train"][0]], most=config.labels.most, what=names[0])
     if config.labels.unknown == "append":
@@ -249,7 +253,7 @@ def _have(table: Table, name: str, what: str) -> Column:
     return table[name]
 
 
-def tensor_of(table: Table, names: tuple[str, ...], split: str, what: str = "inputs") -> NDArray[Any]:
+def tensor_of(table: Table, names: tuple[str, ...], where: str, what: str = "inputs") -> NDArray[Any]:
     """(rows, ...) of float32, or int64 where all columns are whole numbers.
 
     Raises:
@@ -267,7 +271,7 @@ def tensor_of(table: Table, names: tuple[str, ...], split: str, what: str = "inp
         if column.valid is not None and not column.valid.all():
             count = int((~column.valid).sum())
             raise RequestError(
-                f'data.{what}: column {own.name!r} has {count} missing values in the {split} split; write a step "fill" in '
+                f'data.{what}: column {own.name!r} has {count} missing values in {where}; write a step "fill" in '
                 f"data.prepare, or "
                 'a step "filter" with how = "missing"'
             )

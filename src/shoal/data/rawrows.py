@@ -29,6 +29,8 @@ from shoal.data.transform.state import ARRAYS_NAME, JSON_NAME, Fitted, load_fitt
 COLUMNS_NAME = "columns.json"
 FOLDER = "prepare"
 """Of an export."""
+FILES = (ARRAYS_NAME, COLUMNS_NAME, JSON_NAME)
+"""In the folder."""
 _FORMAT = 1
 
 
@@ -51,6 +53,11 @@ class Preparation:
     fitted: Fitted
 
     @property
+    def given(self) -> tuple[Field, ...]:
+        """The columns that whoever asks for a prediction gives: all but those that are predicted."""
+        return tuple(field for field in self.schema.fields if field.name not in self.targets)
+
+    @property
     def labels(self) -> tuple[Any, ...]:
         """Names of the classes, by their ids; empty where numbers are predicted."""
         return self.fitted.labels.get(self.targets[0], ())
@@ -62,7 +69,7 @@ class Preparation:
             RequestError: a column is not there, or a value is missing that no step fills.
         """
         made = apply_steps(table, self.steps, self.fitted)
-        return {name: tensor_of(made, columns, "given") for name, columns in self.inputs.items()}
+        return {name: tensor_of(made, columns, "the rows that are asked for") for name, columns in self.inputs.items()}
 
     def prepare_values(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
         """The inputs of rows of JSON; a column that a row does not name is missing, the target's may always be.
@@ -128,6 +135,17 @@ def load_preparation(folder: Path) -> Preparation:
     )
 
 
+def read_preparation(run_data: Path) -> dict[str, bytes]:
+    """The files of a run's preparation by their names; none of a run whose data needs none.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    if not (run_data / COLUMNS_NAME).is_file():
+        return {}
+    return {name: (run_data / name).read_bytes() for name in FILES}
+
+
 def export_preparation(run_data: Path, export: Path) -> Path | None:
     """Copy a run's preparation into the folder of an export.
 
@@ -148,7 +166,7 @@ def export_preparation(run_data: Path, export: Path) -> Path | None:
     target = export / FOLDER
     try:
         target.mkdir()
-        for name in (ARRAYS_NAME, COLUMNS_NAME, JSON_NAME):
+        for name in FILES:
             shutil.copyfile(run_data / name, target / name)
     except OSError as error:
         raise RunError(f"cannot write what prepares rows to {target}: {error}") from error

@@ -23,6 +23,8 @@ from shoal.checkpoint.published.version import InputField
 from shoal.checkpoint.published.versions import open_version
 from shoal.core.config import validate
 from shoal.data.batchform import BatchForm, Branch, Leaf
+from shoal.data.fitted import FOLDER
+from shoal.data.rawrows import COLUMNS_NAME, Preparation, load_preparation
 from shoal.data.spec import DataSpec
 from shoal.engine.state import hash_weights, import_weights
 from shoal.models.hugging_face import logits_of
@@ -51,11 +53,14 @@ class ServedModel:
     loss: float | None
     data_version: int
     published: float | None
+    preparation: Preparation | None = None
+    """From raw rows to what the model takes, where the run has steps for that."""
     batch: int = BATCH
     """Rows of every pass; 1 where the bits would depend on their place."""
 
     def describe(self) -> dict[str, Any]:
         """For people and programs."""
+        raw = self.preparation
         return {
             "version": self.version,
             "source": "checkpoint" if self.version is None else "published",
@@ -69,7 +74,14 @@ class ServedModel:
                 {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "below": one.below}
                 for one in self.fields
             ],
+            "columns": None if raw is None else {one.name: one.kind.lstrip("<|") for one in raw.given},
+            "labels": list(self.labels),
         }
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """Names of the classes, by their places among the scores; empty where nothing is known of them."""
+        return () if self.preparation is None else self.preparation.labels
 
     def predict(self, rows: Sequence[Row]) -> list[NDArray[Any]]:
         """The scores of each row."""
@@ -129,6 +141,7 @@ def load_version(root: Path, number: int, *, expect: str | None = None, batch: i
     model = build_seeded(recipe, data).to(dtype=precision.weight_dtype)
     import_weights(model, {f"weights/{name}": tensor for name, tensor in tensors.items()}, origin=str(opened.path))
     model.eval()
+    preparation = load_preparation(opened.path) if COLUMNS_NAME in opened.beside else None
     if (found := hash_weights(model)) != version.weights_sha256:
         raise NotWhole(f"{opened.path}: its weights have the sum {found[:16]}..., not {version.weights_sha256[:16]}...")
     return _settled(
@@ -143,6 +156,7 @@ def load_version(root: Path, number: int, *, expect: str | None = None, batch: i
             loss=version.loss,
             data_version=version.data_version,
             published=version.published,
+            preparation=preparation,
             batch=batch,
         )
     )
@@ -155,6 +169,7 @@ def load_checkpoint(run_dir: Path, *, batch: int = BATCH) -> ServedModel:
         ShoalError: there is none, or its model cannot be built here.
     """
     run = load_run(run_dir)
+    prepared = run_dir / FOLDER
     fields, is_keyed = describe_inputs(run.model, run.example_inputs, run.data.spec)
     return _settled(
         ServedModel(
@@ -168,6 +183,7 @@ def load_checkpoint(run_dir: Path, *, batch: int = BATCH) -> ServedModel:
             loss=None,
             data_version=0,
             published=None,
+            preparation=load_preparation(prepared) if (prepared / COLUMNS_NAME).is_file() else None,
             batch=batch,
         )
     )

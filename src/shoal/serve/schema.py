@@ -4,6 +4,8 @@
     {"rows": [{"x": [1, 2]}, {"x": [3, 4]}]}     every sample as an object
 
 The model's own fields say types and shapes. A number is a JSON number that its type can hold: no text, no NaN, and true is no 1.
+Where the run has steps that prepare rows, ``rows`` are those as they were read, and go through the steps; ``inputs`` are what the
+model takes.
 """
 
 import math
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 
 from shoal.checkpoint import strictjson
 from shoal.checkpoint.published.version import InputField
+from shoal.core.errors import RequestError
+from shoal.data.rawrows import Preparation
 
 Row = tuple[NDArray[Any], ...]
 """One sample: an array for each field of the model, in their order."""
@@ -35,13 +39,16 @@ class BadRequest(ValueError):
     """The request is wrong; the message says where, what was found and what is allowed."""
 
 
-def read_rows(body: bytes, fields: Sequence[InputField], *, most: int) -> list[Row]:
+def read_rows(
+    body: bytes, fields: Sequence[InputField], *, most: int, preparation: Preparation | None = None
+) -> list[Row]:
     """The samples of a request.
 
     Args:
         body: JSON.
         fields: of the model.
         most: samples that one request may have.
+        preparation: of raw rows, where the run has one.
 
     Raises:
         BadRequest: it is no such request.
@@ -55,6 +62,8 @@ def read_rows(body: bytes, fields: Sequence[InputField], *, most: int) -> list[R
     names = [field.name for field in fields]
     if "rows" in tree:
         rows = _sized("rows", tree["rows"], most)
+        if preparation is not None:
+            return _prepared(rows, fields, preparation)
         return [
             tuple(_array(row[field.name], field, f"rows[{place}].{field.name}") for field in fields)
             for place, row in enumerate(rows)
@@ -72,6 +81,24 @@ def read_rows(body: bytes, fields: Sequence[InputField], *, most: int) -> list[R
         )
         for place, sample in enumerate(zip(*columns, strict=True))
     ]
+
+
+def _prepared(rows: list[Any], fields: Sequence[InputField], preparation: Preparation) -> list[Row]:
+    for place, row in enumerate(rows):
+        if not isinstance(row, dict):
+            names = ", ".join(field.name for field in preparation.given)
+            raise BadRequest(f"rows[{place}] is {_kind(row)}, not an object with columns, of {names}")
+    try:
+        made = preparation.prepare_values(rows)
+    except RequestError as error:
+        raise BadRequest(str(error)) from None
+    arrays = [next(iter(made.values())) if len(fields) == 1 else made[field.name] for field in fields]
+    for field, array in zip(fields, arrays, strict=True):
+        if array.shape[1:] != field.shape:
+            raise BadRequest(
+                f"the steps make {list(array.shape[1:])} of a row, and the model takes {list(field.shape)}"
+            )
+    return [tuple(np.ascontiguousarray(array[place]) for array in arrays) for place in range(len(rows))]
 
 
 def _sized(what: str, value: Any, most: int) -> list[Any]:

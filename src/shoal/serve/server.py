@@ -137,9 +137,10 @@ class Answers:
         # A page that a browser shows may send a form to this machine, and may not say that it is JSON.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return Response(status=415, content={"error": "say content-type: application/json"})
-        fields, seconds = self.newest.current.fields, self._request.deadline_seconds
+        asked, seconds = self.newest.current, self._request.deadline_seconds
+        fields, prepares = asked.fields, asked.preparation
         try:
-            rows = read_rows(request.body, fields, most=self._request.max_rows)
+            rows = read_rows(request.body, fields, most=self._request.max_rows, preparation=prepares)
             future = self.batcher.submit(rows, fields, seconds=seconds)
             served, found = await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except BadRequest as error:
@@ -164,6 +165,8 @@ class Answers:
             "weights_sha256": served.weights_sha256,
             "outputs": outputs,
         }
+        if served.labels and all(one.shape == (len(served.labels),) for one in found):
+            content["labels"] = [served.labels[int(one.argmax())] for one in found]
         return Response(status=200, content=content)
 
 

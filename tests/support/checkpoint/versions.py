@@ -23,8 +23,8 @@ def describe(step, *, loss=1.0):
     )
 
 
-def publish_one(root, step, *, keep=3, loss=1.0):
+def publish_one(root, step, *, keep=3, loss=1.0, beside=None):
     """Publish weights that are all the number of the step."""
     data = array.array("f", [float(step)] * 4096)
     blobs = {"weight": Blob("F32", (64, 64), memoryview(data.tobytes()))}
-    return publish(root, describe(step, loss=loss), blobs, f"step = {step}\n".encode(), keep=keep)
+    return publish(root, describe(step, loss=loss), blobs, f"step = {step}\n".encode(), keep=keep, beside=beside)

@@ -20,6 +20,9 @@ RECIPE = "recipe.toml"
 NEWEST = "newest"
 """The pointer beside the versions: the number of one, and the sum of its description."""
 
+_BESIDE = re.compile(r"[a-z]{1,40}\.(?:json|safetensors)", re.ASCII)
+"""Files besides: what prepares raw rows for the model, where the run has steps for that."""
+_MAX_FILES = 8
 _NAME = re.compile(r"version-([0-9]{8,18})", re.ASCII)
 _SHA = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _KINDS = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -109,12 +112,12 @@ def _decode(tree: Any) -> Version:
         raise ValueError(f"its format is {tree['format']}, and this program reads {FORMAT}")
     files = {}
     for name, entry in strictjson.mapping("files", tree["files"]).items():
-        if name not in (WEIGHTS, RECIPE):
+        if name not in (WEIGHTS, RECIPE) and (name == DESCRIPTION or _BESIDE.fullmatch(name) is None):
             raise ValueError(f"{name[:80]!r} is no file of a version")
         strictjson.check_object(name, entry, *FileSum.__dataclass_fields__)
         files[name] = FileSum(size=strictjson.number("size", entry["size"]), sha256=_sha(entry["sha256"]))
-    if set(files) != {WEIGHTS, RECIPE}:
-        raise ValueError(f"it has the files {sorted(files)}, and a version has {RECIPE} and {WEIGHTS}")
+    if not {WEIGHTS, RECIPE} <= set(files) or len(files) > _MAX_FILES:
+        raise ValueError(f"it has the files {sorted(files)[:_MAX_FILES]}, and a version has {RECIPE} and {WEIGHTS}")
     inputs = tree["inputs"]
     if not isinstance(inputs, list) or not 1 <= len(inputs) <= 256:
         raise ValueError("inputs is not a list of 1 to 256 fields")

@@ -4,7 +4,7 @@
 
     published/
         newest                         {"version": 7, "sha256": of its version.json}
-        version-00000007/              version.json  recipe.toml  model.safetensors
+        version-00000007/              version.json  recipe.toml  model.safetensors  (what prepares raw rows)
         .tmp-version-00000008-<id>/    being written, or left by a run that died
 
 A version gets its name when all of its files are on the disk, and the pointer is replaced when the version has its name. So
@@ -39,6 +39,7 @@ from shoal.core.errors import ShoalError
 
 _MAX_DESCRIPTION = 4 * 2**20
 _MAX_RECIPE = 4 * 2**20
+_MAX_BESIDE = 2**30
 _DRAFT, _EXPIRED = ".tmp-version-", ".expired-version-"
 
 
@@ -50,6 +51,8 @@ class Opened:
     recipe: bytes
     weights: bytes
     """A safetensors file."""
+    beside: Mapping[str, bytes]
+    """Other files, by their names."""
     path: Path
 
 
@@ -69,7 +72,15 @@ def clear_drafts(root: Path) -> None:
             remove(root / name)
 
 
-def publish(root: Path, version: Version, weights: Mapping[str, Blob], recipe: bytes, *, keep: int) -> Version:
+def publish(
+    root: Path,
+    version: Version,
+    weights: Mapping[str, Blob],
+    recipe: bytes,
+    *,
+    keep: int,
+    beside: Mapping[str, bytes] | None = None,
+) -> Version:
     """Write a version whole, point to it, and take away what is older than ``keep`` versions.
 
     Args:
@@ -78,6 +89,7 @@ def publish(root: Path, version: Version, weights: Mapping[str, Blob], recipe: b
         weights: by the names of the model.
         recipe: that the model is built by.
         keep: how many of the newest stay.
+        beside: other files that whoever serves it needs.
 
     Returns:
         The version as it was published.
@@ -92,7 +104,10 @@ def publish(root: Path, version: Version, weights: Mapping[str, Blob], recipe: b
         draft.mkdir()
         _write(draft / RECIPE, recipe)
         write_shard(draft / WEIGHTS, weights, metadata={"format": "pt"})
-        version = replace(version, number=number, files={name: _sum_of(draft / name) for name in (RECIPE, WEIGHTS)})
+        for name, content in (beside or {}).items():
+            _write(draft / name, content)
+        names = (RECIPE, WEIGHTS, *(beside or {}))
+        version = replace(version, number=number, files={name: _sum_of(draft / name) for name in names})
         data = encode(version)
         _write(draft / DESCRIPTION, data)
         sync_folder(draft)
@@ -162,7 +177,9 @@ def open_version(root: Path, number: int, *, expect: str | None = None) -> Opene
             raise NotWhole(f"{DESCRIPTION} is of version {version.number}, the folder of version {number}")
         recipe = _read_summed(folder_fd, RECIPE, version.files[RECIPE], limit=_MAX_RECIPE)
         weights = _read_summed(folder_fd, WEIGHTS, version.files[WEIGHTS])
-    return Opened(version=version, recipe=recipe, weights=weights, path=path)
+        others = {name: entry for name, entry in version.files.items() if name not in (RECIPE, WEIGHTS)}
+        beside = {name: _read_summed(folder_fd, name, entry, limit=_MAX_BESIDE) for name, entry in others.items()}
+    return Opened(version=version, recipe=recipe, weights=weights, beside=beside, path=path)
 
 
 def read_newest(root: Path) -> Version | None:

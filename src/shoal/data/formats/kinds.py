@@ -21,6 +21,7 @@ _REAL = re.compile(
     re.ASCII | re.I,
 )
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6})?)?)?Z?", re.ASCII)
+_LARGEST = float(np.finfo(np.float64).max)
 _TRUTHS = {"true": True, "false": False, "True": True, "False": False, "TRUE": True, "FALSE": False}
 
 
@@ -214,6 +215,9 @@ def column_of_values(name: str, values: Sequence[Any], kind: str) -> Column:
             field=field, values=_numbers([0 if value is None else value for value in values], field.dtype), valid=mask
         )
     except OverflowError:
+        if field.dtype.kind == "f":
+            place = next(at for at, value in enumerate(values) if value is not None and abs(value) > _LARGEST)
+            raise Unfit(place, f"a whole number beyond {_LARGEST:g} is outside {field.dtype}") from None
         limits = np.iinfo(field.dtype)
         place = next(
             at for at, value in enumerate(values) if value is not None and not limits.min <= value <= limits.max

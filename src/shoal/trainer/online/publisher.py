@@ -20,6 +20,8 @@ from shoal.core.errors import RequestError
 from shoal.core.events import DriftMeasured, Event, Published, RefreshRefused
 from shoal.core.rundir import RunDir
 from shoal.data.batchform import Branch, Leaf, ModelInputs, flat_targets
+from shoal.data.fitted import FOLDER
+from shoal.data.rawrows import read_preparation
 from shoal.data.source import Items, SampleIds, Source, Splits
 from shoal.data.spec import DataSpec
 from shoal.engine.model import ParallelModel
@@ -83,6 +85,7 @@ class Publisher:
         self._config, self._engine, self._world, self._batch, self._watch = config, engine, world, batch, watch
         self._reporter, self._spec = reporter, data.spec
         self._root, self._recipe = RunDir(run_dir).published, RunDir(run_dir).recipe
+        self._prepared = run_dir / FOLDER
         self._held_back = NewestRows(data.validation, config.holdback)
         self._inputs, self._is_keyed = taken
         self._next = time.monotonic() + 60 * (config.every_minutes or 0)
@@ -158,7 +161,8 @@ class Publisher:
         )
         blobs = {name: as_blob(tensor) for name, tensor in weights.items()}
         try:
-            version = publish(self._root, version, blobs, self._recipe.read_bytes(), keep=self._config.keep)
+            recipe, beside = self._recipe.read_bytes(), read_preparation(self._prepared)
+            version = publish(self._root, version, blobs, recipe, keep=self._config.keep, beside=beside)
         except OSError as error:
             self._refuse(
                 step, found.loss, Decision(is_good=False, limit=decision.limit, reason=f"the disk refused: {error}")

@@ -38,10 +38,11 @@ def test_a_number_is_never_given_twice(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name", [DESCRIPTION, RECIPE, WEIGHTS])
+@pytest.mark.parametrize("name", [DESCRIPTION, RECIPE, WEIGHTS, "columns.json"])
 def test_a_flipped_bit_and_a_cut_are_refused_with_the_file(tmp_path, name):
-    publish_one(tmp_path, 1)
+    publish_one(tmp_path, 1, beside={"columns.json": b"{}" * 40})
     number, sha256 = read_pointer(tmp_path)
+    assert open_version(tmp_path, number, expect=sha256).beside == {"columns.json": b"{}" * 40}
     path = tmp_path / "version-00000001" / name
     whole = path.read_bytes()
     draw = random.Random(1)
