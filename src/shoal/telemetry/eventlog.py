@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, Protocol
 from shoal.core.events import Event, StepDone
 from shoal.core.rundir import RunDir
 
-_KINDS = {known.kind: known for known in Event.__subclasses__()}
+KNOWN_KINDS = {known.kind: known for known in Event.__subclasses__()}
+"""The events that this version writes, by their kinds."""
 _NOT_FINITE = (None, "nan", "inf", "-inf")
 """What a number may be in a file that has no such numbers; older files have null."""
 
@@ -48,13 +49,13 @@ def decode_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and _is_event(event):
+        if isinstance(event, dict) and is_event(event):
             yield event
 
 
-def _is_event(event: dict[str, Any]) -> bool:
+def is_event(event: dict[str, Any]) -> bool:
     """False for an event of a kind that is known whose time or fields are missing, or are no numbers where numbers belong."""
-    known = _KINDS.get(str(event.get("kind")))
+    known = KNOWN_KINDS.get(str(event.get("kind")))
     if not _is_number(event.get("t")):
         return False
     return known is None or all(_has_field(event, field) for field in fields(known))
