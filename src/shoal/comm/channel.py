@@ -144,15 +144,15 @@ class Channel:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Add over ranks, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.traffic.note(self.axis, "all_reduce", tensor.nbytes)
-            self.transport.all_reduce_(tensor)
+            with self.traffic.call(self.axis, "all_reduce", tensor.nbytes):
+                self.transport.all_reduce_(tensor)
         return tensor
 
     def all_reduce_max_(self, tensor: Tensor) -> Tensor:
         """The largest over ranks, elementwise, in place; the tensor must be contiguous."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.traffic.note(self.axis, "all_reduce_max", tensor.nbytes)
-            self.transport.all_reduce_max_(tensor)
+            with self.traffic.call(self.axis, "all_reduce_max", tensor.nbytes):
+                self.transport.all_reduce_max_(tensor)
         return tensor
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Tensor:
@@ -170,8 +170,8 @@ class Channel:
         elif is_silent():
             own.copy_(torch.split(whole, list(counts))[self.rank])
         elif whole.numel():
-            self.traffic.note(self.axis, "reduce_scatter", whole.nbytes)
-            self.transport.reduce_scatter(whole, own, counts)
+            with self.traffic.call(self.axis, "reduce_scatter", whole.nbytes):
+                self.transport.reduce_scatter(whole, own, counts)
         return own
 
     def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Tensor:
@@ -184,8 +184,8 @@ class Channel:
             for part in torch.split(whole, list(counts)):
                 _pretend(own, part)
         elif whole.numel():
-            self.traffic.note(self.axis, "all_gather", whole.nbytes)
-            self.transport.all_gather(own, whole, counts)
+            with self.traffic.call(self.axis, "all_gather", whole.nbytes):
+                self.transport.all_gather(own, whole, counts)
         return whole
 
     def start_all_reduce_(self, tensor: Tensor) -> Handle:
@@ -194,7 +194,7 @@ class Channel:
             self.all_reduce_(tensor)
             return DONE
         self.traffic.note(self.axis, "all_reduce", tensor.nbytes)
-        return self._background.start("all_reduce", lambda inner: inner.all_reduce_(tensor))
+        return self._started("all_reduce", lambda inner: inner.all_reduce_(tensor))
 
     def start_reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> Handle:
         """As ``reduce_scatter``."""
@@ -203,7 +203,7 @@ class Channel:
             return DONE
         assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
         self.traffic.note(self.axis, "reduce_scatter", whole.nbytes)
-        return self._background.start("reduce_scatter", lambda inner: inner.reduce_scatter(whole, own, counts))
+        return self._started("reduce_scatter", lambda inner: inner.reduce_scatter(whole, own, counts))
 
     def start_all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> Handle:
         """As ``all_gather``; ``own`` must not change before the handle has been waited for."""
@@ -212,7 +212,11 @@ class Channel:
             return DONE
         assert whole.numel() == sum(counts) and own.numel() == counts[self.rank]
         self.traffic.note(self.axis, "all_gather", whole.nbytes)
-        return self._background.start("all_gather", lambda inner: inner.all_gather(own, whole, counts))
+        return self._started("all_gather", lambda inner: inner.all_gather(own, whole, counts))
+
+    def _started(self, operation: str, work: Callable[[Transport], None]) -> Handle:
+        assert self._background is not None
+        return _TimedHandle(self, operation, self._background.start(operation, work))
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Give ``sent[r]`` to rank r and get ``received[r]`` from it (all-to-all); shapes may differ."""
@@ -223,23 +227,39 @@ class Channel:
             for outgoing, incoming in zip(sent, received, strict=True):
                 _pretend(outgoing, incoming)
             return
-        self.traffic.note(self.axis, "all_to_all", sum(part.nbytes for part in sent))
-        self.transport.all_to_all(sent, received)
+        with self.traffic.call(self.axis, "all_to_all", sum(part.nbytes for part in sent)):
+            self.transport.all_to_all(sent, received)
 
     def ring_shift(self, sent: Tensor, received: Tensor, *, by: int = 1) -> None:
         """Give ``sent`` to the rank ``by`` places on around the ring, and get ``received`` from ``by`` places back."""
         if self.transport is None or is_silent():
             received.copy_(sent)
             return
-        self.traffic.note(self.axis, "ring_shift", sent.nbytes)
-        self.transport.ring_shift(sent, received, by)
+        with self.traffic.call(self.axis, "ring_shift", sent.nbytes):
+            self.transport.ring_shift(sent, received, by)
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Everyone gets the tensor of rank ``source`` of this channel."""
         if self.transport is not None and tensor.numel() and not is_silent():
-            self.traffic.note(self.axis, "broadcast", tensor.nbytes)
-            self.transport.broadcast_(tensor, source)
+            with self.traffic.call(self.axis, "broadcast", tensor.nbytes):
+                self.transport.broadcast_(tensor, source)
         return tensor
+
+
+class _TimedHandle(Handle):
+    """An operation in the background: what its rank waits for it is time in which the rank does not compute."""
+
+    def __init__(self, channel: Channel, operation: str, handle: Handle) -> None:
+        self._channel, self._operation, self._handle = channel, operation, handle
+
+    def wait(self) -> None:
+        """See ``Handle``."""
+        with self._channel.traffic.wait(self._channel.axis, self._operation):
+            self._handle.wait()
+
+    def then(self, call: Callable[[BaseException | None], None]) -> None:
+        """See ``Handle``."""
+        self._handle.then(call)
 
 
 def _pretend(own: Tensor, received: Tensor) -> None:

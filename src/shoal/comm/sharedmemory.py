@@ -34,6 +34,7 @@ from torch import Tensor
 from shoal.comm import futex
 from shoal.comm.channel import PeerLost
 from shoal.comm.interruption import reason_to_stop
+from shoal.comm.trafficcounter import note_wait
 from shoal.core.errors import RunError
 
 LINE_BYTES = 128
@@ -300,8 +301,14 @@ class Rounds:
         self.fail(RunError(f"the mesh is closed, so axis {self.member.axis} cannot be used any more"))
 
     def _wait(self, word: int, address: int, late: int) -> None:
-        words = self._words
         started = time.perf_counter_ns()
+        try:
+            self._wait_since(started, word, address, late)
+        finally:
+            note_wait(time.perf_counter_ns() - started)
+
+    def _wait_since(self, started: int, word: int, address: int, late: int) -> None:
+        words = self._words
         until = started + self.spin_ns
         while time.perf_counter_ns() < until:
             if words[word] != late:

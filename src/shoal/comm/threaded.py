@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.channel import Handle, Transport
+from shoal.comm.trafficcounter import waiting
 from shoal.core.errors import RunError
 
 _JOIN_SECONDS = 1.0
@@ -40,7 +41,9 @@ class _Started(Handle):
             RunError: the operation did not end although its messages have deadlines.
         """
         # Each message ends by its own deadline; several follow one another, and operations before this one wait too.
-        if not self._is_over.wait(_TIMEOUT_FACTOR * self.deadline_seconds):
+        with waiting():
+            is_over = self._is_over.wait(_TIMEOUT_FACTOR * self.deadline_seconds)
+        if not is_over:
             raise RunError(
                 f"'{self.operation}' between hosts did not end within {_TIMEOUT_FACTOR * self.deadline_seconds:g} s; look at "
                 "the other ranks' output for the cause"

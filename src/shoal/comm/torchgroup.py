@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.trafficcounter import waiting
+
 PAIR_ELEMENTS = 1 << 18
 """Elements of a slice that travel together in a reduction between two ranks: what one takes to add, the next takes to come."""
 ROUND_ELEMENTS = 1 << 15
@@ -37,9 +39,11 @@ def _pieces(part: Tensor) -> tuple[Tensor, ...]:
     return torch.split(part, GATHER_ELEMENTS) if part.numel() else ()
 
 
-def _wait(work: dist.Work | None) -> None:
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for a message, and count that as waiting; None is one that is empty."""
     if work is not None:
-        work.wait()
+        with waiting():
+            work.wait()
 
 
 class TorchTransport:
@@ -70,7 +74,8 @@ class TorchTransport:
         This moves the bytes of gloo's ring, whose sums have another order for every slice.
         """
         if tensor.is_cuda or not self.is_ordered:
-            dist.all_reduce(tensor, group=self.group)
+            with waiting():
+                dist.all_reduce(tensor, group=self.group)
             return
         flat, size = tensor.data.view(-1), len(self.ranks)
         if flat.nbytes * size <= GATHERED_BYTES:
@@ -87,7 +92,8 @@ class TorchTransport:
 
     def all_reduce_max_(self, tensor: Tensor) -> None:
         """See ``Transport``."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        with waiting():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
     def reduce_scatter(self, whole: Tensor, own: Tensor, counts: Sequence[int]) -> None:
         """See ``Transport``. On the CPU every rank gets its slice from all others and adds in the order of ranks.
@@ -129,7 +135,8 @@ class TorchTransport:
         for row, part in zip(padded, torch.split(whole, list(counts)), strict=True):
             row[: part.numel()].copy_(part)
         total = whole.new_empty(most)
-        dist.reduce_scatter_tensor(total, padded.view(-1), group=self.group)
+        with waiting():
+            dist.reduce_scatter_tensor(total, padded.view(-1), group=self.group)
         own.copy_(total[: own.numel()])
 
     def all_gather(self, own: Tensor, whole: Tensor, counts: Sequence[int]) -> None:
@@ -140,7 +147,8 @@ class TorchTransport:
             sent = own.new_zeros(most)
             sent[: own.numel()].copy_(own)
             gathered = whole.new_empty(len(counts), most)
-            dist.all_gather_into_tensor(gathered.view(-1), sent, group=self.group)
+            with waiting():
+                dist.all_gather_into_tensor(gathered.view(-1), sent, group=self.group)
             for row, part in zip(gathered, parts, strict=True):
                 part.copy_(row[: part.numel()])
             return
@@ -165,12 +173,12 @@ class TorchTransport:
         sending = [dist.isend(piece, after, group=self.group) for piece in _pieces(parts[self.rank])]
         for number, coming in enumerate(arriving):
             for piece, work in coming:
-                _wait(work)
+                wait_for(work)
                 # What the next rank has made itself comes last, and is not sent back to it.
                 if number + 1 < len(arriving):
                     sending.append(dist.isend(piece, after, group=self.group))
         for work in sending:
-            _wait(work)
+            wait_for(work)
 
     def _turns(self) -> list[tuple[int, int]]:
         """Whom this rank sends to and receives from in turn: at any time every rank sends to another one."""
@@ -196,13 +204,13 @@ class TorchTransport:
                 assert work is not None, "None is for ranks outside of the group"
                 sending.append(work)
             if len(arriving) > ahead:
-                _wait(arriving.pop(0))
+                wait_for(arriving.pop(0))
                 yield
         for work_of_round in arriving:
-            _wait(work_of_round)
+            wait_for(work_of_round)
             yield
         for work in sending:
-            work.wait()
+            wait_for(work)
 
     def _post(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
         """Give ``sent[r]`` to rank r and start to get ``received[r]`` from it, for all other ranks.
@@ -225,14 +233,14 @@ class TorchTransport:
             if sent[peer].numel():
                 sending = dist.isend(sent[peer], self.ranks[peer], group=self.group)
                 assert sending is not None
-                sending.wait()
+                wait_for(sending)
         return work
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """See ``Transport``."""
         received[self.rank].copy_(sent[self.rank])
         for handle in self._post(sent, received):
-            handle.wait()
+            wait_for(handle)
 
     def _post_batch(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
         """The same in one call: nccl must be told of all sends and receives at once, or ranks wait for each other."""
@@ -249,8 +257,9 @@ class TorchTransport:
             dist.P2POp(dist.isend, sent, self.ranks[(self.rank + by) % size], self.group),
         ]
         for handle in dist.batch_isend_irecv(work):
-            handle.wait()
+            wait_for(handle)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """See ``Transport``."""
-        dist.broadcast(tensor, self.ranks[source], group=self.group)
+        with waiting():
+            dist.broadcast(tensor, self.ranks[source], group=self.group)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.shared import SharedTransport
-from shoal.comm.torchgroup import GATHERED_BYTES, TorchTransport
+from shoal.comm.torchgroup import GATHERED_BYTES, TorchTransport, wait_for
 
 CHUNK_BYTES = 512 * 1024
 """What a rank sends of a sum at a time: the next host adds one while the next one comes."""
@@ -80,7 +80,7 @@ class TwoLevelTransport:
         """A chunk of the sum has come from the next host, or was made here: to the host before, and to all ranks of this one."""
         parts = torch.tensor_split(chunk, self.per_host)
         if arriving is not None:
-            arriving.wait()
+            wait_for(arriving)
             if self.host:
                 sending += self._send(parts[self.place], self.host - 1)
         self.local.all_gather(parts[self.place], chunk, [part.numel() for part in parts])
@@ -96,7 +96,7 @@ class TwoLevelTransport:
         mine = parts[self.place]
         others = [torch.empty_like(mine) for _ in range(self.num_hosts)]
         for work in self._exchange([mine] * self.num_hosts, others):
-            work.wait()
+            wait_for(work)
         for host, other in enumerate(others):
             if host != self.host:
                 torch.maximum(mine, other, out=mine)
@@ -163,7 +163,7 @@ class TwoLevelTransport:
             if host == self.host:
                 _wait_all([work for other in self._other_hosts() for work in self._send(flat, other)])
             elif flat.numel():
-                self._receive(flat, host).wait()
+                wait_for(self._receive(flat, host))
         self.local.broadcast_(flat, place)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class TwoLevelTransport:
             if awaited is None:
                 yield None
             else:
-                awaited[0].wait()
+                wait_for(awaited[0])
                 yield awaited[1]
 
     def _buffers_for(self, shapes: Sequence[Tensor]) -> list[Tensor]:
@@ -255,4 +255,4 @@ class TwoLevelTransport:
 
 def _wait_all(work: Sequence[dist.Work]) -> None:
     for one in work:
-        one.wait()
+        wait_for(one)

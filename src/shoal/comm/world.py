@@ -44,6 +44,8 @@ class World:
     def __init__(self, place: Place, *, device: torch.device, deadline_seconds: float) -> None:
         self.rank = place.rank
         self.size = place.world_size
+        self.local_rank = place.local_rank
+        """Its number among those of its host."""
         self.generation = place.generation
         self.device = device
         self.deadline_seconds = deadline_seconds

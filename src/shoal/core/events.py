@@ -54,6 +54,10 @@ class StepDone(Event):
     """Part of ``seconds`` spent waiting for data."""
     skipped: bool = False
     loss_scale: float = 1.0
+    wait_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Parts of ``seconds`` in which this rank waited for others, by the axis along which; ``pp`` for a neighbour's tensors."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """``seconds`` by what this rank did, waits included; empty in files of earlier releases."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,11 @@ class RunDir:
         return self.root / "forecast.json"
 
     @property
+    def live(self) -> Path:
+        """Where every rank is now, rewritten each second while the run goes on."""
+        return self.root / "live.json"
+
+    @property
     def lock(self) -> Path:
         """Held, by ``flock``, by the process that runs here; its text is that process's id."""
         return self.root / "run.lock"
@@ -168,6 +173,6 @@ def lies_in_run(filename: object) -> bool:
     run = RunDir(path.parent)
     # A folder that is closed to us shows no recipe; what was wanted in it has a name that a run gives.
     folders = (run.checkpoints, run.errors, run.traces, run.tensorboard, run.events(0).parent, run.log(0).parent)
-    if path in (run.recipe, run.plan, run.summary, run.forecast, run.lock, *folders):
+    if path in (run.recipe, run.plan, run.summary, run.forecast, run.live, run.lock, *folders):
         return True
     return any(RunDir(folder).recipe.is_file() for folder in (path, *path.parents[:4]) if os.access(folder, os.X_OK))

@@ -160,8 +160,8 @@ class AsyncPipeline:
                 versions=self.versions,
                 update=self._update,
             )
-        found, hooks = self._runtimes[steps], self._passes.hooks
-        found.observe = hooks.on_action if hooks.times_actions else None
+        found = self._runtimes[steps]
+        found.observe = self._passes.observer()
         return found
 
     def _total_weights(self, microbatches: Sequence[Microbatch]) -> list[float]:
@@ -178,6 +178,7 @@ class AsyncPipeline:
         assert window is not None
         trained = self.versions.parameters
         update = (microbatch - self._first + 1) * self._updates // self._microbatches - 1
+        self._passes.enter("optimizer", window.step + update // self._updates)
         sum_gradients_(trained, self._mesh.replicas)
         for hook in self._passes.hooks:
             hook.on_gradients(window.step + update // self._updates, trained, 1.0)

@@ -146,8 +146,6 @@ class ParallelModel:
         """Call a hook from now on."""
         self.hooks.add(hook)
         hook.on_attach(self)
-        if self.runtime is not None and self.hooks.times_actions:
-            self.runtime.observe = self.hooks.on_action
 
     # --- one step
 

@@ -53,7 +53,7 @@ from shoal.pipeline.build import Pipeline, Stages, build_pipeline, find_stages
 from shoal.pipeline.reduction import reduce_stages
 from shoal.pipeline.runtime import Runtime
 from shoal.randomness.dropout import DropoutKey, apply_keyed_dropout
-from shoal.telemetry.statusboard import RankStatus
+from shoal.telemetry.stepclock import StepClock
 
 
 def analyse(model: nn.Module, data: Splits, config: ParallelConfig) -> ModuleAnalysis:
@@ -71,7 +71,7 @@ def parallelize(
     world: World,
     analysis: ModuleAnalysis | None = None,
     rehearsed: Sequence[torch.Tensor] = (),
-    status: RankStatus | None = None,
+    clock: StepClock | None = None,
     hooks: Iterable[Hook] = (),
     stop: StopRequest | None = None,
     optimizer: Optimizer | Callable[[nn.Module], Optimizer] | None = None,
@@ -87,7 +87,7 @@ def parallelize(
         world: the ranks.
         analysis: what was found in the model, where that is known already.
         rehearsed: inputs of the microbatches to come, in a world without other processes.
-        status: where the supervisor looks.
+        clock: hears what this rank does, and tells the supervisor.
         hooks: called at fixed points of training.
         stop: this rank's request to stop, where there was one before there was a model.
         optimizer: the script's own, over the parameters of ``model``, or a function of the model that makes one. It stays the
@@ -136,7 +136,7 @@ def parallelize(
             cut = build_pipeline(model, example, stages, mesh=mesh, world=world, dropout=dropout, rehearsed=rehearsed)
     parts = _Parts(plan=plan, world=world, mesh=mesh, analysis=analysis, layout=layout, objective=objective, cut=cut)
     passes = _build_passes(
-        parts, data, dropout=dropout, settings=settings, status=status, hooks=Hooks(hooks), compressing=compressing
+        parts, data, dropout=dropout, settings=settings, clock=clock, hooks=Hooks(hooks), compressing=compressing
     )
     norms = _whole_norms(parts, outline, passes.reduction)
     held = _make_optimizer(given, settings, model, passes.reduction, norms=norms, groups=groups)
@@ -242,7 +242,7 @@ def _build_passes(
     *,
     dropout: DropoutKey,
     settings: Settings,
-    status: RankStatus | None,
+    clock: StepClock | None,
     hooks: Hooks,
     compressing: Compressing | None,
 ) -> Passes:
@@ -277,8 +277,7 @@ def _build_passes(
             compressing=compressing,
             gathering=gathering,
         )
-        observe = hooks.on_action if hooks.times_actions else None
-        runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages, observe=observe)
+        runtime = Runtime(cut.chain, cut.schedule, rank=cut.rank, p2p=cut.p2p, sums=stages)
         reduction = stages
     return Passes(
         objective=objective,
@@ -298,7 +297,7 @@ def _build_passes(
         hooks=hooks,
         has_batch_norm=batchnorm.is_applied(objective.model),
         replicas=replicas_of(parts.plan, parts.mesh.channel(Axis.DATA)),
-        status=status,
+        clock=clock,
         schedule_for=None if cut is None else lambda count: schedule_of(replace(parts.plan, microbatches=count)),
     )
 

@@ -22,10 +22,10 @@ from shoal.engine.piggyback import RoundLosses
 from shoal.parallel import batchnorm
 from shoal.parallel.data import Reduction
 from shoal.parallel.logical import LogicalReduction
-from shoal.pipeline.runtime import Runtime
+from shoal.pipeline.runtime import Observe, Runtime
 from shoal.randomness.dropout import DropoutKey
-from shoal.schedules.schedule import Schedule
-from shoal.telemetry.statusboard import RankStatus
+from shoal.schedules.schedule import Action, Schedule
+from shoal.telemetry.stepclock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class Passes:
     hooks: Hooks
     has_batch_norm: bool
     """Batch norm's statistics have to be told which microbatch runs."""
-    status: RankStatus | None
-    """Where the supervisor looks; None when nobody supervises."""
+    clock: StepClock | None
+    """Hears what this rank does, and tells the supervisor; None where nobody asks."""
     replicas: Replicas = ALONE
     """Who a loss over the global batch is computed with."""
     schedule_for: Callable[[int], Schedule] | None = None
@@ -124,6 +124,7 @@ class Passes:
             runtime.follow(self.schedule_for(count))
         shares = [microbatch.weight / total for microbatch in microbatches]
         feed = self.feed(microbatches, shares=shares, steps=[step] * count, indices=range(count), scale=scale)
+        runtime.observe = self.observer()
         with gathering(self.replicas):
             runtime.step(feed)
         if is_told:
@@ -164,8 +165,21 @@ class Passes:
 
     def enter(self, phase: str, step: int) -> None:
         """Say what this rank does now, where the supervisor looks."""
-        if self.status is not None:
-            self.status.enter(phase, step + 1)  # people count steps from 1
+        if self.clock is not None:
+            self.clock.enter(phase, step + 1)  # people count steps from 1
+
+    def observer(self) -> Observe | None:
+        """Who is told of every cell of a pipeline in this step: hooks that ask for it, and the clock that records spans."""
+        clock, hooks = self.clock, self.hooks
+        if clock is None or not clock.is_recording:
+            return hooks.on_action if hooks.times_actions else None
+
+        def observe(action: Action, begin: float, waited: float, end: float) -> None:
+            clock.cell(str(action), begin, waited, end)
+            if hooks.times_actions:
+                hooks.on_action(action, begin, waited, end)
+
+        return observe
 
 
 class StepFeed:

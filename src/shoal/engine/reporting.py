@@ -6,6 +6,7 @@ or a clock, because a metric must never cost a step.
 
 import functools
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.comm.mesh import Mesh
+from shoal.comm.trafficcounter import TrafficCounter
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
 from shoal.core.events import (
@@ -34,8 +37,10 @@ from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.eventlog import EventLog
 from shoal.telemetry.loggers import Logger, LoggerThread, check_loggers, close_all, open_named, refuse_without_folder
+from shoal.telemetry.measurements import AxisTraffic, RankLocation
 from shoal.telemetry.memory import breakdown, rss_bytes
 from shoal.telemetry.statusboard import RankStatus
+from shoal.telemetry.stepclock import StepClock
 from shoal.telemetry.tensorboard import TensorBoardSink, wants_curves
 
 _PUBLISH_EVERY_SECONDS = 0.2
@@ -63,6 +68,9 @@ class Reporter:
             sinks = [lambda: TensorBoardSink(folder)] if world.is_first and wants_curves(config) else []
             self.log = EventLog(run_dir, world.rank, sinks=sinks)
         self.run_dir = run_dir
+        self.clock = StepClock(rank_status, spans_every=0 if self.log is None else config.spans_every)
+        """Hears every phase that this rank enters, and passes it on to the supervisor."""
+        self._traffic: TrafficCounter | None = None
         self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
         self.noise_scale: float | None = None
@@ -107,12 +115,24 @@ class Reporter:
         for logger in self.loggers:
             logger.write(event)
 
-    def started(self, plan: str, *, step: int) -> None:
-        """Record that this rank begins to train, after so many steps."""
+    def started(self, plan: str, *, step: int, mesh: Mesh) -> None:
+        """Record that this rank begins to train, after so many steps, and where it is."""
         world = self.world
         self.event(
             RunStarted(plan=plan, world_size=world.size, step=step, generation=world.generation, pid=os.getpid())
         )
+        self.event(
+            RankLocation(
+                host=socket.gethostname(),
+                device=str(world.device),
+                local_rank=world.local_rank,
+                coordinates={axis.value: place for axis, place in mesh.coordinates.items() if mesh.has(axis)},
+                threads=torch.get_num_threads(),
+                pid=os.getpid(),
+            )
+        )
+        self._traffic = mesh.traffic
+        self.clock.follow(mesh.traffic)
 
     def flush(self) -> None:
         """Wait until what was recorded is in the file; called from a thread that may block."""
@@ -128,6 +148,11 @@ class Reporter:
         if self.rank_status is not None and (is_last or now - self._published >= _PUBLISH_EVERY_SECONDS):
             self._published = now
             self._publish(self.rank_status, done)
+
+    def spans(self, step: int, *, num_steps: int = 1) -> None:
+        """Record what this rank did in the step that has just ended, or in so many up to it, if that was chosen."""
+        if (spans := self.clock.take_spans(step, num_steps=num_steps)) is not None:
+            self.event(spans)
 
     def _publish(self, rank_status: RankStatus, done: StepDone) -> None:
         seconds = sum(step_seconds for step_seconds, _ in self._recent)
@@ -193,15 +218,20 @@ class Reporter:
                 )
 
     def memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> MemoryMeasured:
-        """Measure where this rank's memory is, and record it."""
+        """Measure where this rank's memory is, and record it, with what has crossed between ranks so far."""
         measured = breakdown(model, optimizer).as_event(step)
         self.event(measured)
+        self.traffic(step)
         return measured
+
+    def traffic(self, step: int) -> None:
+        """Record what has crossed between this rank and the others so far."""
+        if self._traffic is not None and self._traffic.totals:
+            self.event(AxisTraffic(step=step, rows=self._traffic.rows()))
 
     def enter(self, phase: str, step: int) -> None:
         """Say what the loop is about to do, so that a hang can be explained."""
-        if self.rank_status is not None:
-            self.rank_status.enter(phase, step)
+        self.clock.enter(phase, step)
 
     def close(self) -> None:
         """Flush and stop the writers: of loggers, those that answer within seconds."""

@@ -34,6 +34,7 @@ from shoal.launch.failurereport import say_stopping
 from shoal.launch.forkclient import PRELOAD_OPTIMIZER, ForkClient
 from shoal.launch.group.elastic import ElasticGroup, Group
 from shoal.launch.group.generations import run_generations
+from shoal.launch.group.livefile import LiveProcess
 from shoal.launch.group.request import LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member, is_waiting
 from shoal.launch.output import Log, RankStream
@@ -169,6 +170,7 @@ class Generation:
             while (self._supervisor.running or self._may_start_more()) and not self._is_given_up():
                 self._turn()
             self._display.update(self._shown())
+            self._tell_live(self._board.read())
             return self._describe_end()
         finally:
             self._close()
@@ -391,6 +393,7 @@ class Generation:
                 rank.resident_bytes = resident_bytes(rank.process.pid) or rank.resident_bytes
         states = self._board.read()
         self._display.update(self._shown())
+        self._tell_live(states)
         members = [
             Member(state=states[rank.rank], pid=rank.process.pid, is_running=rank.process.is_running)
             for rank in self._ranks
@@ -408,6 +411,11 @@ class Generation:
         self._hang = Hang(rank=hang.rank, reason=f"{hang.reason}, the process is stopped") if is_stopped else hang
         self._ask_for_stacks(self._ranks)
         self._enter(_Mode.FAILING, COLLECT_S)
+
+    def _tell_live(self, states: Sequence[StatusReading]) -> None:
+        if self._request.live is not None:
+            seen = [LiveProcess.of(states[one.rank], one.process, rss_bytes=one.resident_bytes) for one in self._ranks]
+            self._request.live.update(seen, generation=self._number)
 
     def _shown(self) -> Sequence[StatusReading]:
         """The state of the ranks for the display, which looks at the first one most of all."""

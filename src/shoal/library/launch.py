@@ -22,6 +22,7 @@ from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.blame import Outcome
 from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import describe, headline
+from shoal.launch.group.livefile import LiveFile
 from shoal.launch.group.request import LaunchRequest
 from shoal.launch.ranks import supervise
 from shoal.launch.runlock import read_holder, release_lock, take_lock
@@ -30,6 +31,7 @@ from shoal.telemetry.display import build_display
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 
 _PROGRESS_SECONDS = 5.0
+_LIVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ def _supervise(request: ScriptRequest) -> tuple[int, dict[str, Any]]:
             threads=0 if request.where else default_threads(size),
             config=request.processes,
             display=build_display(sys.stderr, every=_PROGRESS_SECONDS),
+            live=LiveFile(request.run_dir, plan=plan, seconds=_LIVE_SECONDS),
             # On a terminal the display puts lines above what it draws; elsewhere a script's output is the command's.
             output=None if sys.stdout.isatty() and sys.stderr.isatty() else sys.stdout,
             env=_environment(request),

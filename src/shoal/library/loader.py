@@ -1,6 +1,7 @@
 """The loader of a script's own loop: every turn is one global step, every pass one epoch, and its place is in the checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -89,6 +90,7 @@ class RunLoader(StepLoader):
         is_stopping: True when the run was asked to stop.
         begin: called before the place is told, because a checkpoint may have another.
         between: called between two steps, before the next batch is read.
+        loading: surrounds what a step waits for data.
     """
 
     def __init__(
@@ -104,8 +106,9 @@ class RunLoader(StepLoader):
         is_stopping: Callable[[], bool],
         begin: Callable[[], None],
         between: Callable[[], None],
+        loading: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._is_stopping, self._begin, self._between = is_stopping, begin, between
+        self._is_stopping, self._begin, self._between, self._loading = is_stopping, begin, between, loading
         self.resolved = resolved
         super().__init__(dataset, global_batch=global_batch, seed=seed, options=options, world=world)
         islands = resolved.plan.islands
@@ -128,6 +131,10 @@ class RunLoader(StepLoader):
             self.receipt.give_up("the script left a batch out that its loader gave it")
         self._handed = super().next()
         return self._handed
+
+    def _peek(self) -> StepBatch:
+        with self._loading():
+            return super()._peek()
 
     def count(self, batch: StepBatch, report: Callable[[Event], None]) -> None:
         """The script has trained on a batch; one of another loader, or one that was counted, is left alone.

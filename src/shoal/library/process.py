@@ -163,8 +163,7 @@ class RunProcess:
 
     def _leave(self) -> None:
         """Tell the supervisor that what comes next is the script's own work."""
-        if self._status is not None:
-            self._status.enter(OWN_WORK, self._status.read().step)
+        self._reporter.clock.leave(OWN_WORK)
 
     def _was_signalled(self) -> bool:
         """True on every rank when a signal asked any of them to stop. All ranks call it together, after they agreed to stop.

@@ -161,7 +161,7 @@ class Run(SavedRun):
         avoid_hidden_tiles(os.environ)
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        self._started = self._last_step_at = time.monotonic()
+        self._started = time.monotonic()
         place = read_place(os.environ)
         self._resume = self._resume or place.generation > 0
         self._status = attach_status(os.environ) if self._given_world is None else None
@@ -216,6 +216,7 @@ class Run(SavedRun):
             is_stopping=lambda: self.is_stopping,
             begin=self._begin,
             between=self._between,
+            loading=self._reporter.clock.loading,
         )
         check_samples(num_samples=len(made.source), replicas=made.resolved.plan.num_shares)
         self._loaders.append(made)
@@ -278,7 +279,7 @@ class Run(SavedRun):
             plan=plan,
             settings=Settings(train=train, replicas=self._replicas, compression=self._codec),
             world=self.world,
-            status=self._status,
+            clock=self._reporter.clock,
             hooks=[*self.hooks, *hooks],
             stop=self.stop,
             optimizer=optimizer,
@@ -386,8 +387,7 @@ class Run(SavedRun):
         self._heed(own)
         if own is not self._setups[0] or self._batch is None:
             return
-        now = time.monotonic()
-        samples = self._batch.num_samples
+        times, samples = self._reporter.clock.end(), self._batch.num_samples
         self._samples += samples
         self._reporter.step(
             StepDone(
@@ -397,11 +397,14 @@ class Run(SavedRun):
                 grad_norm=own.last_norm,
                 samples=samples,
                 tokens=samples * self._tokens_per_sample,
-                seconds=now - self._last_step_at,
-                data_seconds=0.0,
+                seconds=times.seconds,
+                data_seconds=times.data_seconds,
+                wait_seconds=times.wait_seconds,
+                phases=times.phases,
             )
         )
-        self._last_step_at = now
+        self._reporter.spans(own.num_updates)
+        self._reporter.clock.restart_for(own.num_updates + 1)
 
     def evaluate(
         self,
@@ -451,6 +454,7 @@ class Run(SavedRun):
             if self.is_main:
                 write_summary(self.run_dir, summary)
             self.world.barrier()
+        self._reporter.traffic(self._num_steps)
         self._reporter.event(
             RunEnded(status=self.status, step=self._num_steps, seconds=time.monotonic() - self._started)
         )

@@ -38,7 +38,6 @@ class SavedRun(RunProcess):
     _reporter: Reporter
     _keep: CheckpointConfig
     _started: float
-    _last_step_at: float
     _resume: bool
 
     def __init__(self) -> None:
@@ -79,8 +78,8 @@ class SavedRun(RunProcess):
                     f"{self.run_dir} holds the checkpoints of a run; call run.load() or pass resume=True to go on, or use "
                     "another run_dir"
                 )
-        self._last_step_at = time.monotonic()
-        self._reporter.started(str(self.plan), step=self._num_steps)
+        self._reporter.started(str(self.plan), step=self._num_steps, mesh=self._setups[0].engine.mesh)
+        self._reporter.clock.restart_for(self._num_steps + 1)
 
     @property
     def _num_steps(self) -> int:
@@ -233,8 +232,8 @@ class SavedRun(RunProcess):
         """
         self._begin()
         engine = self._of(model).engine
-        if whole and self._status is not None:
-            self._status.enter("wait: run.state_dict(whole=True)", self._num_steps)
+        if whole:
+            self._reporter.enter("wait: run.state_dict(whole=True)", self._num_steps)
         found: dict[str, Any] | None = engine.state_dict(everywhere=True) if whole else engine.state_dict(whole=False)
         self._leave()
         assert found is not None, "every rank gets them"

@@ -16,7 +16,8 @@ unequal last batches and replicas without a sample come out right, and replicas 
 computes. Between the ranks of one machine a bucket is summed through shared memory, in the order of ranks.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -107,7 +108,7 @@ def apply_data_parallel(
 
 def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     total = bucket.buffer()
-    inner = inner_transport(channel)
+    inner, awaited = inner_transport(channel), _awaiting(channel, is_last=bucket.is_last())
     # One native sum that goes on by itself, where its order is the reference's or nobody can have that order. Between hosts only
     # of small buckets: of large ones it takes longer than the bytes do, of small ones less than to hand them to a thread.
     is_native = total.is_cuda or (channel.size <= 2 and (inner is channel.transport or total.nbytes <= NATIVE_BYTES))
@@ -115,10 +116,17 @@ def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[to
         channel.traffic.note(channel.axis, "all_reduce", total.nbytes)
         work: Any = dist.all_reduce(total, group=inner.group, async_op=True)
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+
+        def take(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            awaited()
+            return done.value()[0]
+
+        return future.then(take)
     ready: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def end(failure: BaseException | None) -> None:
+        if channel.overlaps:
+            awaited()
         if failure is None:
             ready.set_result(total)
         else:
@@ -129,6 +137,24 @@ def _sum_bucket(channel: Channel, bucket: GradBucket) -> torch.futures.Future[to
     # Between hosts the next gradients are computed meanwhile.
     channel.start_all_reduce_(total).then(end)
     return ready
+
+
+def _awaiting(channel: Channel, *, is_last: bool) -> Callable[[], None]:
+    """To be called when a bucket's sum is there: DDP has waited for the last one, from when it had all gradients."""
+    started_ns = time.perf_counter_ns()
+
+    def awaited() -> None:
+        if is_last:
+            ended_ns = time.perf_counter_ns()
+            channel.traffic.spent(
+                channel.axis,
+                "all_reduce",
+                started_ns=started_ns,
+                ended_ns=ended_ns,
+                waited_ns=ended_ns - started_ns,
+            )
+
+    return awaited
 
 
 class ReplicaReduction:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.channel import PeerLost
-from shoal.comm.trafficcounter import TrafficCounter
+from shoal.comm.trafficcounter import TrafficCounter, waiting
 from shoal.core.axes import Axis
 
 _DTYPES = (
@@ -178,7 +178,7 @@ class PointToPoint:
         kept: deque[tuple[dist.Work, Tensor, Endpoint, int]] = deque()
         for work, tensor, endpoint, needed_at in self._unsent:
             if endpoint.peer == peer and needed_at <= reached:
-                self.wait(work, endpoint)
+                self.wait(work, endpoint, shown="send")
             else:
                 kept.append((work, tensor, endpoint, needed_at))
         self._unsent = kept
@@ -194,14 +194,15 @@ class PointToPoint:
         assert work is not None
         return work
 
-    def wait(self, work: dist.Work, endpoint: Endpoint) -> None:
-        """Wait for a message.
+    def wait(self, work: dist.Work, endpoint: Endpoint, *, shown: str = "receive") -> None:
+        """Wait for a message; ``shown`` is what spans call that.
 
         Raises:
             PeerLost: the other rank died or did not come.
         """
         try:
-            work.wait(timedelta(seconds=self._deadline))
+            with self._traffic.wait(Axis.PIPELINE, "send", shown=shown), waiting():
+                work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
             rank = self._ranks[endpoint.peer]
             raise PeerLost(
@@ -216,7 +217,7 @@ class PointToPoint:
 
     def _settle(self) -> None:
         work, _, endpoint, _ = self._unsent.popleft()
-        self.wait(work, endpoint)
+        self.wait(work, endpoint, shown="send")
 
 
 def message_problem(tensors: Sequence[Tensor]) -> str | None:

@@ -17,7 +17,11 @@ class TelemetryConfig(Config):
     progress_every: float = Field(default=5.0, gt=0)
     """Seconds between progress lines where the output is not a terminal."""
     memory_every: int = Field(default=100, ge=0)
-    """Steps between measurements of where memory is; 0 measures never."""
+    """Steps between measurements of where memory is, and of what has crossed between ranks; 0 measures never."""
+    spans_every: int = Field(default=100, ge=0)
+    """Steps between those of which every phase, collective and pipeline cell is recorded, and the second; 0 records none."""
+    live_seconds: float = Field(default=1.0, ge=0)
+    """Seconds between writings of `live.json`, in which a run says where each rank is; 0 writes none."""
 
     @field_validator("profile")
     @classmethod

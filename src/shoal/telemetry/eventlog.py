@@ -15,15 +15,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from shoal.core.events import Event, StepDone
 from shoal.core.rundir import RunDir
+from shoal.telemetry.measurements import MEASUREMENTS
 
-KNOWN_KINDS = {known.kind: known for known in Event.__subclasses__()}
+KNOWN_KINDS = {known.kind: known for known in (*Event.__subclasses__(), *MEASUREMENTS)}
 """The events that this version writes, by their kinds."""
 _NOT_FINITE = (None, "nan", "inf", "-inf")
 """What a number may be in a file that has no such numbers; older files have null."""
@@ -34,12 +35,15 @@ def encode_event(event: Event, *, rank: int | None, wall_time: float) -> bytes:
 
     NaN and infinity are no JSON: they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, and ``float()`` reads them.
     """
-    fields = {"t": round(wall_time, 6), "rank": rank, **event.as_dict()}
+    return plain_json({"t": round(wall_time, 6), "rank": rank, **event.as_dict()}).encode() + b"\n"
+
+
+def plain_json(values: Mapping[str, Any]) -> str:
+    """Values as JSON on one line; of numbers that are not finite as ``encode_event`` says."""
     try:
-        text = json.dumps(fields, allow_nan=False, default=str)
+        return json.dumps(values, allow_nan=False, default=str)
     except ValueError:
-        text = json.dumps(_finite(fields), allow_nan=False, default=str)
-    return text.encode() + b"\n"
+        return json.dumps(_finite(values), allow_nan=False, default=str)
 
 
 def decode_events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,7 @@ from shoal.core.rundir import RunDir, withheld
 from shoal.engine.resolve import check_processes, default_threads
 from shoal.launch.blame import Outcome
 from shoal.launch.failurereport import describe, headline
+from shoal.launch.group.livefile import LiveFile
 from shoal.launch.group.request import THREADS_THERE, LaunchRequest
 from shoal.launch.ranks import supervise
 from shoal.telemetry.display import build_display
@@ -197,6 +198,7 @@ def supervise_ranks(
             build_policy=_policy_of(prepared),
             **_host_rules(prepared),
             display=build_display(sys.stderr, every=prepared.recipe.telemetry.progress_every),
+            live=LiveFile(run_dir, plan=plan, seconds=prepared.recipe.telemetry.live_seconds),
         )
     )
     culprit, summary = outcome.culprit, read_summary(run_dir)

@@ -56,6 +56,7 @@ from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.loggers import Logger
 from shoal.telemetry.statusboard import FinalStatus, RankStatus
+from shoal.telemetry.stepclock import StepTimes
 from shoal.telemetry.trace import Tracer
 from shoal.trainer.config import EvalConfig
 from shoal.trainer.online.publisher import Publisher
@@ -133,9 +134,7 @@ class Trainer:
                 self.reporter.warn(warning)
             self.adapt, self.growth = build_adapt(optim, train, every := self.eval_config.every, self.reporter)
             hooks = [*hooks, *early_stopping(train.early_stop, every), *([self.adapt] if self.adapt else [])]
-            self.engine = self._lay_out(
-                model, loss, hooks + cache_reports(data.train, self.reporter), rank_status, stop
-            )
+            self.engine = self._lay_out(model, loss, hooks + cache_reports(data.train, self.reporter), stop)
             self.persistence = self._open_persistence(run_dir, checkpoint or CheckpointConfig())
             self.setbacks = Setbacks(train, self.engine, self.persistence)
             first_scale = self.engine.precision.first_loss_scale
@@ -150,9 +149,7 @@ class Trainer:
             self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
             raise
 
-    def _lay_out(
-        self, model: nn.Module, loss: AnyLoss, hooks: list[Hook], status: RankStatus | None, stop: StopRequest | None
-    ) -> ParallelModel:
+    def _lay_out(self, model: nn.Module, loss: AnyLoss, hooks: list[Hook], stop: StopRequest | None) -> ParallelModel:
         return parallelize(
             model,
             self.data,
@@ -160,7 +157,7 @@ class Trainer:
             plan=present_plan(self.plan, world_size=self.world.size, num_logical=self.world.planned_replicas),
             settings=self.settings,
             world=self.world,
-            status=status,
+            clock=self.reporter.clock,
             hooks=hooks,
             stop=stop,
         )
@@ -293,7 +290,7 @@ class Trainer:
         return found
 
     def _announce(self) -> None:
-        self.reporter.started(str(self.plan), step=self.progress.step)
+        self.reporter.started(str(self.plan), step=self.progress.step, mesh=self.mesh)
         self.reporter.tell(*(self.engine.describe() if asks_the_model(self.plan) else ()))
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 
@@ -320,10 +317,10 @@ class Trainer:
         )
 
     def _train_one(self, loader: RoundBatches) -> StepDone:
-        started, step = time.perf_counter(), self.progress.step
-        self.reporter.enter("data", step + 1)
+        step, clock = self.progress.step, self.reporter.clock
+        clock.begin(step + 1)
         batch = loader.next()
-        data_seconds = time.perf_counter() - started
+        clock.loaded()
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         recovery, scale = self.progress.recovery, self.progress.loss_scale
@@ -337,21 +334,22 @@ class Trainer:
         if result.is_taken or self.setbacks.handle(batch, result, self.progress):
             recovery = after_step(recovery, result.loss, self.settings.train, is_taken=result.is_taken)
             self.progress = replace(self.progress, recovery=recovery)
-        done = self._advance(batch, result, lr.value, time.perf_counter() - started, data_seconds)
+        done = self._advance(batch, result, lr.value, clock.end())
         self.reporter.step(done)
+        self.reporter.spans(done.step)
         self.reporter.rounds(self.engine.take_rounds())
         self._after_step(done.step, is_taken=result.is_taken)
         return done
 
     def _train_window(self, loader: RoundBatches, pipeline: AsyncPipeline) -> Iterator[StepDone]:
         """Steps of an asynchronous pipeline up to the next point where all stages must be at the same place."""
-        started, step = time.perf_counter(), self.progress.step
-        self.reporter.enter("data", step + 1)
+        step, clock = self.progress.step, self.reporter.clock
         periods = [self.eval_config.every, self.persistence.every, self.settings.train.watch_every, self.memory_every]
         periods += [int(self.engine.hooks.need_every_step), 0 if self.publisher is None else self.publisher.every]
         length = pipeline.window_length(step, self.total_steps, periods) if self.tracer is None else 1
+        clock.begin(step + 1, step + length)
         batches = [loader.next() for _ in range(length)]
-        data_seconds = time.perf_counter() - started
+        clock.loaded()
         if self.tracer is not None:
             self.tracer.before_step(step + 1)
         updates, ticks = updates_per_step(self.plan), pipeline.window_ticks(step, len(batches))
@@ -359,7 +357,8 @@ class Trainer:
         results = pipeline.train_steps(batches, step=step, rates=rates)
         if not self._looked_for_draws:
             self._look_for_draws(loader)
-        seconds, share = (time.perf_counter() - started) / len(batches), data_seconds / len(batches)
+        times = clock.end().share(length)
+        self.reporter.spans(step + length, num_steps=length)
         for place, (batch, result) in enumerate(zip(batches, results, strict=True)):
             if not result.is_finite:
                 raise nonfinite_error(
@@ -367,7 +366,7 @@ class Trainer:
                 )
             lr = rates[(place + 1) * updates - 1]
             self.receipt.before_step(batch)
-            done = self._advance(batch, result, lr, seconds, share)
+            done = self._advance(batch, result, lr, times)
             self.reporter.step(done)
             self._after_step(done.step, is_taken=result.is_taken)
             yield done
@@ -377,16 +376,15 @@ class Trainer:
         self._looked_for_draws = True
         self.reporter.warn(*self.mesh.warnings, *describe_draws(self.engine.passes.dropout, loader.loader))
 
-    def _advance(
-        self, batch: StepBatch, result: StepResult, lr: float, seconds: float, data_seconds: float
-    ) -> StepDone:
+    def _advance(self, batch: StepBatch, result: StepResult, lr: float, times: StepTimes) -> StepDone:
         """The progress after a step, and the event that says so."""
         before, why_constant = self.progress, self.engine.objective.why_constant
         if before.step == 0 and result.grad_norm == 0 and why_constant is not None:
             raise RunError(why_constant)
         tokens = batch.num_samples * self.data.spec.tokens_per_sample
         receipt = self.receipt.after_step(batch)
-        self.progress = before.after(result, position=batch.position, tokens=tokens, seconds=seconds, receipt=receipt)
+        position, seconds = batch.position, times.seconds
+        self.progress = before.after(result, position=position, tokens=tokens, seconds=seconds, receipt=receipt)
         if self.engine.precision.scales_loss:
             self.progress = replace(self.progress, loss_scale=before.loss_scale.after_step(result.is_finite))
         return StepDone(
@@ -397,9 +395,11 @@ class Trainer:
             samples=batch.num_samples,
             tokens=tokens,
             seconds=seconds,
-            data_seconds=data_seconds,
+            data_seconds=times.data_seconds,
             skipped=not result.is_taken,
             loss_scale=before.loss_scale.scale,
+            wait_seconds=times.wait_seconds,
+            phases=times.phases,
         )
 
     def _after_step(self, step: int, *, is_taken: bool) -> None:

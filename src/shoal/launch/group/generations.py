@@ -43,4 +43,6 @@ def run_generations(request: LaunchRequest, run: Callable[[int], GenerationEnd])
             )
         raise AssertionError("generations are counted without end")
     finally:
+        if request.live is not None:
+            request.live.end()
         request.display.close()

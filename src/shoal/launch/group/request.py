@@ -10,6 +10,7 @@ from shoal.launch.blame import RankEnd
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import inherited, process_environment, rank_environment
 from shoal.launch.group.elastic import Group, GroupPolicy
+from shoal.launch.group.livefile import LiveFile
 from shoal.launch.supervisor import Command
 from shoal.telemetry.display import Display
 from shoal.telemetry.statusboard import StatusBoard
@@ -40,6 +41,8 @@ class LaunchRequest:
     """Closed by the supervisor, so that what is printed afterwards stays last."""
     output: TextIO | None = None
     """Where the ranks' standard output goes; left out, to the display with everything else."""
+    live: LiveFile | None = None
+    """Says to others where ranks are; None where somebody else does, or nobody asks."""
     config: ProcessConfig = field(default_factory=ProcessConfig)
     last_step: int = 0
     """That the ranks are to reach, for messages; 0 when unknown."""

@@ -27,6 +27,7 @@ from shoal.launch.blame import GenerationEnd, Outcome, RankEnd
 from shoal.launch.config import ProcessConfig
 from shoal.launch.failurereport import say_stopping
 from shoal.launch.group.generations import run_generations
+from shoal.launch.group.livefile import LiveProcess
 from shoal.launch.group.request import THREADS_THERE, LaunchRequest
 from shoal.launch.hangs import Hang, HangWatch, Member
 from shoal.launch.hosts.clocks import wrong_clocks
@@ -147,6 +148,7 @@ class HostGeneration:
             if self._returning is not None:
                 self._returning.close()
         self._display.update(self._states)
+        self._tell_live()
         if self._failure is not None:
             raise self._failure
         return self._describe_end()
@@ -329,6 +331,7 @@ class HostGeneration:
         group = self._group
         states = self._states if group is None else [self._states[slot] for slot in group.present]
         self._display.update(states)
+        self._tell_live()
         members = [
             Member(state=state, pid=state.pid, is_running=group is not None or state.rank not in self._ended)
             for state in states
@@ -341,6 +344,24 @@ class HostGeneration:
             self._order(ORDER_STACKS)
             self._order(ORDER_FAIL)
             self._enter(_Mode.FAILING, COLLECT_S + _SLACK_SECONDS)
+
+    def _tell_live(self) -> None:
+        if self._request.live is not None:
+            taken = None if self._group is None else set(self._group.present)
+            self._request.live.update(
+                [
+                    LiveProcess(
+                        state=self._states[rank],
+                        host=one.name,
+                        pid=self._states[rank].pid,
+                        is_running=not one.lost and rank not in self._ended and one.name not in self._ends,
+                    )
+                    for one in self._coordinator.connections
+                    for rank in one.ranks
+                    if taken is None or rank in taken
+                ],
+                generation=self._number,
+            )
 
     def _kill_all(self) -> None:
         if self._mode < _Mode.KILLING:

@@ -32,6 +32,7 @@ from shoal.elastic.election.filelease import read_center
 from shoal.launch.blame import EXIT_INTERRUPTED
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import inherited, process_environment
+from shoal.launch.group.livefile import LiveFile, LiveProcess
 from shoal.launch.hangs import HangWatch, Member
 from shoal.launch.jobdirectory import JobDirectory, sweep_job_directories
 from shoal.launch.process import Process
@@ -76,6 +77,8 @@ class JobRequest:
     deadlines: ProcessConfig | None = None
     """How long a server or a worker may be silent, and all workers stand still; None where the caller has a deadline for all."""
     display: Display
+    live: LiveFile | None = None
+    """Says to others where the processes are; None where nobody asks."""
     closing: Callable[[bool], list[str]] | None
     """The arguments of ``server/finalize.py``, which runs when the roles have ended; told whether nobody stopped it. None: it
     does not run."""
@@ -160,6 +163,9 @@ class Job:
             for number in caught:
                 loop.remove_signal_handler(number)
             self._request.display.update(self._states())
+            self._tell_live(self._states())
+            if self._request.live is not None:
+                self._request.live.end()
             self._board.close()
             self._folder.remove()
 
@@ -190,6 +196,7 @@ class Job:
         states = self._states()
         self._step = max(self._step, *(int(state.metrics.get("step", 0)) for state in states))
         self._request.display.update(states)
+        self._tell_live(states)
         self._measure()
         self._end_silent()
         if self._watch is not None and time.monotonic() >= self._next_look:
@@ -207,6 +214,19 @@ class Job:
         self._next_notices = time.monotonic() + _NOTICES_SECONDS
         for line in self._notices.look():
             self._request.display.message(line)
+
+    def _tell_live(self, states: Sequence[StatusReading]) -> None:
+        if self._request.live is not None:
+            readings = {state.rank: state for state in states}
+            self._request.live.update(
+                [
+                    LiveProcess.of(
+                        readings[member.rank], member.process, name=member.name, has_phases=member.role == "worker"
+                    )
+                    for member in self._members
+                    if member.process is not None
+                ]
+            )
 
     def _measure(self) -> None:
         for member in self._members:

@@ -13,6 +13,7 @@ from shoal.core.errors import EXIT_DONE, EXIT_NO, RunError
 from shoal.core.rundir import RunDir
 from shoal.engine.resolve import default_threads
 from shoal.launch.blame import EXIT_INTERRUPTED
+from shoal.launch.group.livefile import LiveFile
 from shoal.serverrun.job.job import JobRequest, JobResult, run_job
 from shoal.serverrun.notices import count_dropped, count_notices, fall_back_if_refused
 from shoal.telemetry.display import build_display
@@ -54,6 +55,7 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             stop_grace=recipe.elastic.stop_grace,
             deadlines=recipe.elastic,
             display=display,
+            live=LiveFile(run_dir, plan=str(plan), seconds=recipe.telemetry.live_seconds),
             closing=lambda is_whole: [str(run_dir), str(found), *(["--evaluate"] if is_whole else [])],
         )
     )

@@ -40,6 +40,7 @@ from shoal.serverrun.worker.loops import LocalSteps, run_batch_loop, run_downpou
 from shoal.serverrun.worker.shares import ShareRunner
 from shoal.serverrun.worker.watchdog import watch_shares
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
+from shoal.telemetry.stepclock import StepClock
 from shoal.trainer.build import build_parts
 from shoal.trainer.samedata import SameData
 
@@ -138,7 +139,7 @@ def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> Wor
         plan=group_plan(layout.plan),
         settings=replace(recipe.settings, train=train, optim=plain),
         world=world,
-        status=rank_status,
+        clock=StepClock(rank_status),
     )
     shares = ShareRunner(
         parallel,

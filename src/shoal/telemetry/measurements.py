@@ -1,0 +1,72 @@
+"""Events of what a run measures of itself beside its steps: where time and bytes go, where ranks are, what was expected.
+
+They are apart from ``core/events.py`` because nothing in a run depends on them: they are written for those who look at it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shoal.core.events import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans(Event):
+    """What a rank did in one step, from moment to moment."""
+
+    kind: ClassVar[str] = "spans"
+    step: int
+    """Its number, counted from 1; of several the last."""
+    num_steps: int = 1
+    """Steps in it: more than one where an asynchronous pipeline does not run empty between them."""
+    begin: float
+    """Wall time of its start on this rank's host, in seconds."""
+    spans: Sequence[tuple[str, str, float, float, int]]
+    """Rows of kind, name, start, seconds and bytes, by their starts, which count from ``begin``. Kinds are phase, data, comm (a
+    call along an axis, such as ``dp all_reduce``) and cell (of a pipeline's schedule, such as ``2F0``)."""
+    left_out: int = 0
+    """Rows that were too many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisTraffic(Event):
+    """What has crossed between this rank and the others since its last ``run_started``."""
+
+    kind: ClassVar[str] = "axis_traffic"
+    step: int
+    rows: Mapping[str, Sequence[float]]
+    """Calls, bytes and seconds by axis and operation, such as ``dp all_reduce``; the seconds of the thread that trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLocation(Event):
+    """Where a rank runs."""
+
+    kind: ClassVar[str] = "placed"
+    host: str
+    device: str
+    local_rank: int
+    coordinates: Mapping[str, int]
+    """Its place along each axis of the mesh that has more than one rank."""
+    threads: int
+    """Compute threads."""
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Event):
+    """What the plan should cost, as far as it is known when a run begins; None where nobody knows."""
+
+    kind: ClassVar[str] = "forecast"
+    source: str
+    """Who says it: ``layout`` what the laid out model itself tells, ``rehearsal`` what was tried before the run."""
+    step_seconds: float | None = None
+    bubble: float | None = None
+    """Share of a step in which a rank of the pipeline waits for the others: with equal stages where the layout says it."""
+    memory_bytes: Mapping[str, Mapping[str, int]] | None = None
+    """By rank, and by what it is for: weights, gradients, optimizer, and other where it is known."""
+    traffic: Mapping[str, Mapping[str, Sequence[float]]] | None = None
+    """By rank, calls and bytes of one step by axis and operation."""
+
+
+MEASUREMENTS = (Spans, AxisTraffic, RankLocation, Forecast)
