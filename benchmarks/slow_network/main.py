@@ -157,13 +157,16 @@ def learn(hosts: Hosts, names: Sequence[str], steps: int, model: str) -> dict[st
     found: dict[str, Any] = {}
     for name in names:
         pair = Pair(name, hosts, model)
-        taken = pair.take(steps)
+        # A few at a time, because an answer has a deadline and the machine may be busy.
+        losses: list[float] = []
+        while len(losses) < steps and (taken := pair.take(min(5, steps - len(losses)))) is not None:
+            losses += taken["losses"]
         pair.end()
-        if taken is None:
+        if len(losses) < steps:
             print(f"{name} failed and is left out", file=sys.stderr)
             continue
-        last = taken["losses"][-max(steps // 5, 1) :]
-        found[name] = {"loss": round(statistics.mean(last), 4), "losses": [round(loss, 5) for loss in taken["losses"]]}
+        last = losses[-max(steps // 5, 1) :]
+        found[name] = {"loss": round(statistics.mean(last), 4), "losses": [round(loss, 5) for loss in losses]}
         print(f"{time.strftime('%H:%M:%S')} {name}: {found[name]['loss']}", file=sys.stderr)
     return found
 
@@ -205,7 +208,7 @@ def main() -> None:
     """Measure, print the README's table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", action="append", choices=NAMES, help="these beside ddp; nothing is written then")
+    parser.add_argument("--only", action="append", choices=NAMES, help="these beside ddp; times are not written then")
     parser.add_argument("--losses", type=int, help="only the losses after so many steps, added to the newest results")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out; nothing is written then")
     options = parser.parse_args()
@@ -216,18 +219,24 @@ def main() -> None:
     names = [name for name in NAMES if name in ("ddp", *wanted)]
     model = "tiny" if options.tiny else "full"
     target = HERE / "results" / f"{date.today()}.json"
-    results: dict[str, Any] = json.loads(target.read_text()) if target.exists() and not options.tiny else {}
-    results |= {"date": str(date.today()), "torch": torch.__version__, "cpu": platform.processor()}
+    # Losses go beside the times that are there; those of some contenders beside those of the others.
+    known = sorted(target.parent.glob("*.json"))[-1:] if options.losses else [target]
+    kept = [path for path in known if path.exists() and not options.tiny]
+    results: dict[str, Any] = json.loads(kept[0].read_text()) if kept else {}
+    target = kept[0] if kept else target
+    results |= {"torch": torch.__version__, "cpu": platform.processor()}
+    results["losses_date" if options.losses else "date"] = str(date.today())
     results |= {"cores": os.cpu_count(), "rate": RATE}
     with two_hosts() as hosts:
         if options.losses:
             results["loss_steps"] = options.losses
-            results["losses"] = learn(hosts, [name for name in names if name != ALONE], options.losses, model)
+            learnt = [name for name in names if name != ALONE and (name != "ddp" or name in wanted)]
+            results["losses"] = {**results.get("losses", {}), **learn(hosts, learnt, options.losses, model)}
         else:
             results["rows"] = measure(hosts, names, options.rounds, model)
     table = as_markdown(results)
     print(table)
-    if options.only is None and not options.tiny:
+    if (options.only is None or options.losses) and not options.tiny:
         write_readme(table)
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(results, indent=1) + "\n")

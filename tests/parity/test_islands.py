@@ -73,6 +73,28 @@ def test_islands_equal_one_process_that_plays_them_all(recipe, plans):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "text",
+    [
+        "islands=2 dp=1 tp=2 sync=diloco:3",
+        "islands=2 dp=1 cp=2 sync=local:3",
+        "islands=2 dp=1 tp=2 sp=true sync=stream:4,2,1",
+        "islands=2 dp=1 tp=2 sync=gossip:ring",
+    ],
+)
+def test_layers_that_are_split_inside_islands_equal_the_oracle_by_the_law(recipe, text):
+    """Split layers add in another order: not to the bit, but within the bounds of both precisions."""
+    subject = build_subject(load_recipe(recipe, SETTINGS))
+    plan = Plan.parse(text)
+    check_plan(subject, plan)
+    with Prover(steps=3) as prover:
+        for precision in ("float32", "float64"):
+            found = prover.prove(subject, plan, precision)
+            assert found.ok and found.steps >= 6, f"{text} in {precision}: {found.reason}"
+            assert found.prediction.ok, (text, found.prediction.off)
+
+
+@pytest.mark.soak
 def test_settings_of_policies_are_proved_too(recipe):
     """Rounds that lengthen as the rate falls; plain descent, averaged at every step; a graph of a file."""
     lengthening = ("replicas.interval=qsr", "replicas.interval_scale=0.0018")

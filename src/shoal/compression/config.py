@@ -1,14 +1,26 @@
 """The ``[compression]`` section of a recipe: how what the plan's ``compress`` names is done."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
-from shoal.core.compressrule import CompressRule
+from shoal.core.compressrule import CompressKind, CompressRule
 from shoal.core.config import Config
 
 # DGC has a memory of its own; the unbiased and the fine ones need none.
 _NEEDS_RESIDUAL = frozenset({"int4", "topk", "randk", "threshold", "sign", "onebit", "powersgd"})
+_CODES_ALL: tuple[CompressKind, ...] = ("fp16", "bf16", "fp8", "int8", "int4", "sign", "onebit", "qsgd", "natural")
+_READ_BY: dict[str, tuple[CompressKind, ...]] = {
+    "residual": tuple(kind for kind in get_args(CompressKind) if kind != "dgc"),
+    "round": ("int8", "int4"),
+    "both_ways": _CODES_ALL,
+    "back": _CODES_ALL,
+    "block": ("fp8", "int8", "int4", "sign", "onebit", "qsgd"),
+    "momentum": ("dgc",),
+    "warmup": ("dgc",),
+    "min_rate": ("powersgd",),
+}
+"""The codecs that look at a setting; all of them look at those that are not here."""
 
 
 class CompressionConfig(Config):
@@ -35,6 +47,22 @@ class CompressionConfig(Config):
     """Under ZeRO, what weights are gathered as; passes and evaluations read them so; float32 masters are trained and saved."""
     min_rate: float = Field(default=2.0, gt=0)
     """``powersgd`` leaves a matrix alone unless its factors are so many times smaller than the matrix."""
+
+
+def idle_settings(config: CompressionConfig, rule: CompressRule, *, comes_back: bool) -> list[str]:
+    """Settings that differ from their defaults and that nobody looks at.
+
+    Args:
+        config: the recipe's section.
+        rule: the plan's ``compress``.
+        comes_back: sums come back to all ranks; under ZeRO they stay with their owners, and pushes and gossip have none.
+    """
+    # By value: a run's own recipe.toml has every key filled in.
+    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    found = [name for name in changed if name in _READ_BY and rule.kind not in _READ_BY[name]]
+    found += [name for name in changed if name in ("both_ways", "back") and not comes_back and name not in found]
+    reads_block = config.weights != "none" or (comes_back and config.both_ways and config.back == "int8")
+    return [name for name in found if name != "block" or not reads_block]
 
 
 def back_rule(rule: CompressRule, config: CompressionConfig) -> CompressRule | None:

@@ -37,6 +37,16 @@ _EXAMPLES = {
     "powersgd": "powersgd:4",
     "qsgd": "qsgd:4",
 }
+_OTHER_NAMES: dict[str, CompressKind] = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8": "fp8",
+    "8bit": "int8",
+    "4bit": "int4",
+    "signsgd": "sign",
+}
+"""What codecs are called elsewhere, and look like others here."""
 COSTLY = ("topk", "threshold", "dgc", "sign")
 """Under optimizers that divide by a moment of the gradient these lose as much as the other replicas bring."""
 QSGD_BITS = (2, 4, 8)
@@ -65,8 +75,9 @@ class CompressRule:
         body, at, start_text = text.partition("@")
         name, colon, given = body.partition(":")
         if name not in get_args(CompressKind):
-            choices = get_args(CompressKind)
-            raise RequestError(f"compress {text!r}: unknown codec {name!r}; {did_you_mean(name, choices)}")
+            known = _OTHER_NAMES.get(name)
+            near = f"did you mean {known!r}?" if known else did_you_mean(name, [*get_args(CompressKind), "none"])
+            raise RequestError(f"compress {text!r}: unknown codec {name!r}; {near}")
         kind = cast(CompressKind, name)
         start = _whole(text, "the first compressed step", start_text, 0) if at else 0
         if kind in _BLOCKS:
@@ -90,7 +101,7 @@ def near_codec(text: str) -> str | None:
     """The codec that a word which is none was meant to be, in the plan's words; None where none is near, and for one that is."""
     name = text.partition("@")[0].partition(":")[0]
     kinds = get_args(CompressKind)
-    kind = name if name in kinds else nearest(name, kinds)
+    kind = name if name in kinds else _OTHER_NAMES.get(name) or nearest(name, kinds)
     if kind is None:
         return None
     meant = kind + text.removeprefix(name)

@@ -117,8 +117,8 @@ class OptimConfig(Config):
         # Which classes there are is known to torch, which is not imported here.
         if name not in get_args(OptimizerName) and not name.startswith(TORCH):
             raise ValueError(
-                f"there is no {name!r}; {did_you_mean(name, get_args(OptimizerName))} Any other optimizer of torch is named by "
-                f"its class, such as {TORCH}NAdam"
+                f"there is no {name!r}, and an optimizer of torch is named by its class, such as {TORCH}NAdam; "
+                f"{did_you_mean(name, get_args(OptimizerName))}"
             )
         return name
 

@@ -8,6 +8,33 @@ from shoal.replicas.config import ReplicaConfig
 
 _WEIGHED = ("local", "diloco", "slowmo", "stream")
 """Policies that take the mean of the islands' changes."""
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "outer_lr": ("diloco", "stream"),
+    "outer_momentum": ("diloco", "stream"),
+    "mixing": ("stream",),
+    "slow_lr": ("slowmo",),
+    "slow_momentum": ("slowmo",),
+    "gossip_rate": ("gossip",),
+    "pull": ("easgd",),
+    "sparse_decay": ("sparse",),
+    "sparse_bits": ("sparse",),
+    "interval_scale": ("local",),
+}
+"""The policies that look at a setting; all of them look at those that are not here."""
+
+
+def idle_replica_settings(config: ReplicaConfig, rule: SyncRule, *, is_compressed: bool) -> list[str]:
+    """Settings that differ from their defaults and that this rule does not look at."""
+    # By value: a run's own recipe.toml has every key filled in.
+    changed = [name for name, field in type(config).model_fields.items() if getattr(config, name) != field.default]
+    return [
+        name
+        for name in changed
+        if not rule.is_island_rule
+        or rule.kind not in _READ_BY.get(name, (rule.kind,))
+        or (name == "interval_scale" and config.interval != "qsr")
+        or (name == "gossip_rate" and not is_compressed)
+    ]
 
 
 def replica_problems(config: ReplicaConfig, rule: SyncRule, *, evaluate_every: int, leaves_out: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ from shoal.checkpoint.files import step_name
 from shoal.checkpoint.places.address import check_address
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
-from shoal.compression.config import has_residual
+from shoal.compression.config import has_residual, idle_settings
 from shoal.core.compressrule import COSTLY, CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
@@ -42,7 +42,7 @@ from shoal.engine.resolve import (
 from shoal.models.check import check_model, facts_of
 from shoal.models.config import OwnModelConfig
 from shoal.paramserver.config import rule_problems
-from shoal.replicas.refusals import replica_problems
+from shoal.replicas.refusals import idle_replica_settings, replica_problems
 from shoal.telemetry.config import parse_window
 from shoal.telemetry.loggers import check_loggers
 from shoal.telemetry.summaryfile import read_summary
@@ -260,7 +260,7 @@ def check_parts(
             *_server_warnings(recipe, setup.plan),
             *_idle_warnings(recipe, setup.plan),
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
-            *_round_warnings(setup.plan, setup.total_steps),
+            *_round_warnings(recipe, setup.plan, setup.total_steps),
             *tried,
         ),
     )
@@ -448,6 +448,10 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
             yield f"{named}: no effect, because the plan {str(plan)!r} compresses nothing; add compress, such as compress=int8"
         return
     rule = CompressRule.parse(plan.compress)
+    comes_back = plan.ps == 0 and not plan.sync.startswith("gossip") and (plan.islands > 1 or plan.zero == 0)
+    if idle := idle_settings(config, rule, comes_back=comes_back):
+        named = ", ".join(f"compression.{name}" for name in idle)
+        yield f"{named}: no effect with the plan {str(plan)!r}; leave it out, or use a codec that reads it"
     if rule.start >= total_steps:
         yield f"compress={plan.compress} begins after the {total_steps} steps: nothing is compressed"
     # Measured of sums of gradients; islands send changes of weights, and a ratio of 1 leaves nothing out.
@@ -461,9 +465,12 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
         )
 
 
-def _round_warnings(plan: Plan, total_steps: int) -> Iterator[str]:
-    """Islands that will never meet, or once."""
+def _round_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
+    """Islands that will never meet, or once, and settings that their policy does not look at."""
     rule = SyncRule.parse(plan.sync)
+    if idle := idle_replica_settings(recipe.replicas, rule, is_compressed=plan.compress is not None):
+        named = ", ".join(f"replicas.{name}" for name in idle)
+        yield f"{named}: no effect with sync={plan.sync}; leave it out, or use a policy that reads it"
     if not rule.is_island_rule or rule.seconds is not None:
         return
     if rule.start >= total_steps:

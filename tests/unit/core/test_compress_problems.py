@@ -77,6 +77,7 @@ def test_settings_that_go_together_are_allowed():
     [
         ("dp=2 compress=int9", "dp=2 compress=int8"),
         ("dp=2 compress=int9@30", "dp=2 compress=int8@30"),
+        ("dp=2 compress=4bit@30", "dp=2 compress=int4@30"),
         ("dp=2 compress=topk:5", "dp=2 compress=topk:0.01"),
         ("dp=2 compress=toppk:0.1", "dp=2 compress=topk:0.1"),
         ("dp=2 tp=2 compress=int8", "dp=2 tp=2"),

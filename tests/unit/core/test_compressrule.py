@@ -20,6 +20,9 @@ def test_a_word_round_trips(word):
     ("word", "parts"),
     [
         ("topkk:0.1", ("topkk", "topk")),
+        ("8bit", ("did you mean 'int8'?",)),
+        ("bfloat16@3", ("did you mean 'bf16'?",)),
+        ("fp32", ("natural, none, onebit",)),
         ("topk", ("topk:0.01",)),
         ("topk:0", ("'0'", "at most 1")),
         ("topk:1.5", ("'1.5'", "at most 1")),

@@ -69,3 +69,43 @@ def test_rounds_that_never_come_and_codecs_that_cost_more_are_told(tmp_path, pla
     recipe.write_text(TINY)
     found = prepare(TrainRequest(recipe=recipe, plan=plan, run_dir=tmp_path / "run"), own=OwnPartsHere()).warnings
     assert [words in one for one in found] == [True] if words else not found
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "words"),
+    [
+        ("dp=2 sync=diloco:4", ("replicas.mixing=0.1",), "replicas.mixing: no effect with sync=diloco:4"),
+        (
+            "dp=2 sync=local:4",
+            ("replicas.outer_lr=0.5", "replicas.pull=0.2"),
+            "replicas.outer_lr, replicas.pull: no effect",
+        ),
+        ("dp=2 sync=local:4", ("replicas.interval_scale=0.1",), "replicas.interval_scale: no effect"),
+        ("dp=2", ("replicas.distance=2",), "replicas.distance: no effect with sync=allreduce"),
+        ("dp=2 sync=gossip:ring", ("replicas.gossip_rate=0.3",), "replicas.gossip_rate: no effect"),
+        ("dp=2 sync=gossip:ring compress=int8", ("replicas.gossip_rate=0.3",), None),
+        ("dp=2 sync=stream:4,2,1", ("replicas.mixing=0.1", "replicas.outer_lr=0.5"), None),
+        ("dp=2 sync=local:4", ("replicas.interval_scale=0.1", "replicas.interval=qsr"), None),
+        (
+            "dp=2 compress=int8",
+            ("compression.warmup=3",),
+            "compression.warmup: no effect with the plan 'dp=2 compress=int8'",
+        ),
+        (
+            "dp=2 compress=powersgd:2",
+            ("compression.round=keyed", "compression.block=64"),
+            "compression.round, compression.block",
+        ),
+        ("dp=2 zero=1 compress=int4", ("compression.back=same",), "compression.back: no effect"),
+        ("dp=2 sync=diloco:4 compress=int4", ("compression.back=same", "compression.block=64"), None),
+        ("dp=2 compress=fp16", ("compression.back=int8", "compression.block=64"), None),
+        ("dp=2 compress=fp16", ("compression.block=64",), "compression.block: no effect"),
+        ("dp=2 compress=powersgd:2", ("compression.min_rate=3", "compression.residual=false"), None),
+    ],
+)
+def test_settings_that_nobody_looks_at_are_told(tmp_path, plan, settings, words):
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY)
+    request = TrainRequest(recipe=recipe, plan=plan, overrides=settings, run_dir=tmp_path / "run")
+    found = prepare(request, own=OwnPartsHere()).warnings
+    assert [words in one for one in found] == [True] if words else not found

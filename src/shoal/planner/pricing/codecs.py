@@ -1,7 +1,7 @@
 """What compression costs in arithmetic, and which elements a rank encodes and decodes for one sum.
 
 A codec reads and writes memory more than it computes, so its speed is a share of the memory's bandwidth: what a copy of the same
-tensor moves in the same round (``benchmarks/compression/codecs.py``). The shares were measured on one core of a processor and are
+tensor moves in the same round (``benchmarks/compression/main.py``). The shares were measured on one core of a processor and are
 taken for every device; on an accelerator nothing was measured.
 """
 

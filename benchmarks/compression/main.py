@@ -1,6 +1,6 @@
 """What a codec's arithmetic costs: GB/s of float32 that it encodes and decodes, beside a copy of the same tensor.
 
-python benchmarks/compression/codecs.py [--rounds 7] [--elements 4194304]
+python benchmarks/compression/main.py [--rounds 7] [--elements 4194304] [--only CODEC]... [--results FILE]
 
 Codecs and the copy take turns in every round, and the least time of all rounds counts: what else runs on a machine can only
 slow a call down. The share is of what the copy moves; the planner has these shares (``planner/pricing/codecs.py``). One thread,
@@ -9,10 +9,12 @@ and as many elements as go into one message.
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ CODECS = (
     "powersgd:4",
 )
 ITEM_BYTES = 4
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by codecs.py: end -->"
 
 
 def codec_calls(text: str, flat: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -58,12 +62,12 @@ def codec_calls(text: str, flat: Tensor) -> tuple[Callable[[], object], Callable
     return factors, lambda: product(left, after)
 
 
-def measure(elements: int, rounds: int) -> Mapping[str, list[float]]:
+def measure(elements: int, rounds: int, codecs: Sequence[str]) -> Mapping[str, list[float]]:
     """Seconds of every call in every round, the first of which warms up."""
     flat = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     target = torch.empty_like(flat)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(flat)}
-    for text in CODECS:
+    for text in codecs:
         calls[f"{text} encode"], calls[f"{text} decode"] = codec_calls(text, flat)
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
@@ -75,13 +79,13 @@ def measure(elements: int, rounds: int) -> Mapping[str, list[float]]:
     return found
 
 
-def summarise(found: Mapping[str, list[float]], elements: int) -> list[dict[str, object]]:
+def summarise(found: Mapping[str, list[float]], elements: int, codecs: Sequence[str]) -> list[dict[str, Any]]:
     """The least of all rounds. The copy reads and writes each element: its bandwidth is twice its bytes."""
     whole = elements * ITEM_BYTES
     copied = 2 * whole / min(found["copy"])
-    rows: list[dict[str, object]] = []
-    for text in CODECS:
-        row: dict[str, object] = {"codec": text}
+    rows: list[dict[str, Any]] = []
+    for text in codecs:
+        row: dict[str, Any] = {"codec": text}
         for way in ("encode", "decode"):
             rate = whole / min(found[f"{text} {way}"])
             row[f"{way}_gb_per_s"] = rate / 1e9
@@ -90,27 +94,57 @@ def summarise(found: Mapping[str, list[float]], elements: int) -> list[dict[str,
     return rows
 
 
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """The README's table."""
+    lines = [
+        f"A copy reads and writes {results['copy_gb_per_s']:.1f} GB/s.",
+        "",
+        "| codec | encodes, GB/s of float32 | of the copy | decodes, GB/s | of the copy |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['codec']} | {row['encode_gb_per_s']:.2f} | {row['encode_share']:.3f} | "
+        f"{row['decode_gb_per_s']:.2f} | {row['decode_share']:.3f} |"
+        for row in results["codecs"]
+    ]
+    return "\n".join(lines)
+
+
+def write_readme(table: str) -> None:
+    """Put the table into the README, between its marks."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, default=1 << 22)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / f"{date.today()}.json")
+    parser.add_argument("--only", action="append", help="these codecs beside the copy; nothing is written then")
+    parser.add_argument("--results", type=Path, help="write the table of these again, and measure nothing")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    found = measure(given.elements, given.rounds)
-    rows = summarise(found, given.elements)
-    copied = 2 * given.elements * ITEM_BYTES / min(found["copy"]) / 1e9
-    print(f"a copy reads and writes {copied:.2f} GB/s; below, GB/s of float32, and its share of that")
-    print(f"{'codec':<16}{'encode':>10}{'share':>9}{'decode':>10}{'share':>9}")
-    for row in rows:
-        print(
-            f"{row['codec']:<16}{row['encode_gb_per_s']:>10.2f}{row['encode_share']:>9.3f}"
-            f"{row['decode_gb_per_s']:>10.2f}{row['decode_share']:>9.3f}"
-        )
-    values = {"elements": given.elements, "rounds": given.rounds, "copy_gb_per_s": copied, "codecs": rows}
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps({**values, "torch": torch.__version__}, indent=2) + "\n")
+    if given.results is not None:
+        results = json.loads(given.results.read_text())
+    else:
+        torch.set_num_threads(1)
+        codecs = given.only or CODECS
+        found = measure(given.elements, given.rounds, codecs)
+        copied = 2 * given.elements * ITEM_BYTES / min(found["copy"]) / 1e9
+        results = {"elements": given.elements, "rounds": given.rounds, "copy_gb_per_s": copied}
+        results |= {"codecs": summarise(found, given.elements, codecs), "torch": torch.__version__}
+    table = as_markdown(results)
+    print(table)
+    if given.only:
+        return
+    write_readme(table)
+    if given.results is None:
+        target = HERE / "results" / f"{date.today()}.json"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"written to {target}", file=sys.stderr)
 
 
 if __name__ == "__main__":
