@@ -59,12 +59,14 @@ def build(
     from shoal.data.formats.options import ReadOptions
     from shoal.data.store.blockwriter import BlockOptions
     from shoal.data.store.building.incoming import open_units
+    from shoal.data.store.folder import open_folder
     from shoal.data.store.writer import BuildOptions, append_units, build_store
 
     block = BlockOptions(target_bytes=block_bytes, codec=codec)
     if append and key is not None:
         raise RequestError("--key is chosen where the store is built; leave it out with --append")
-    read = ReadOptions(types=read_types(type or ()), columns=tuple(columns.split(",")) if columns else None)
+    like = open_folder(target).manifest().schema if append else None
+    read = ReadOptions(like=like, types=read_types(type or ()), columns=tuple(columns.split(",")) if columns else None)
     units, schema = open_units(source, format=format, dtype=dtype, options=read)
     if append:
         manifest = append_units(units, target, block=block)

@@ -4,7 +4,7 @@ Schemas are looked at in every file before the first row is handed out: a column
 told at once, with the names of two files.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -134,17 +134,41 @@ def open_data(
         found = hive_files(table, address, options, pattern)
     else:
         found = find_files(address, pattern, options.storage)
+    return open_files(found, format=format, where=where, options=options, is_all=pattern is None)
+
+
+def open_files(
+    found: Sequence[DataFile],
+    *,
+    format: str | None = None,
+    where: dict[str, tuple[str, ...]] | None = None,
+    options: ReadOptions | None = None,
+    is_all: bool = False,
+) -> Opened:
+    """Files that were found, with one schema.
+
+    Args:
+        found: the files.
+        format: one of ``FORMATS``; guessed by the names of the files when left out.
+        where: values of ``key=value`` folders; the others are not opened.
+        options: how they are read.
+        is_all: they are all that is in a folder, so that some may be something else.
+
+    Raises:
+        RequestError: as ``open_data``.
+    """
+    options = options or ReadOptions()
     chosen = format or guess_format(found)
     if chosen not in FORMATS:
         raise RequestError(f"data.format: there is no {chosen!r}; {did_you_mean(chosen, FORMATS)}")
     listed = found
-    if pattern is None and len(found) > 1:
+    if is_all and len(found) > 1:
         # Whatever lies beside the data: a README, a state.json.
         suffixes = FORMATS[chosen].suffixes
         found = [file for file in found if any(one in suffixes for one in file.suffixes[-2:])] or found
-    if chosen == "mds" and pattern is None:
-        mdsshards.check_index(listed, found)
-    files = prune(found, where or {})
+    if chosen == "mds" and is_all:
+        mdsshards.check_index(list(listed), list(found))
+    files = prune(list(found), where or {})
     return Opened(format=chosen, files=tuple(files), schema=_join_schemas(files, chosen, options), options=options)
 
 
@@ -193,6 +217,9 @@ def _join_schemas(files: Sequence[DataFile], format: str, options: ReadOptions) 
                 f"{files[0].name}: {name!r} is a key of the folders and a column of the file; rename one of them"
             )
         joined[name] = field
+    if options.like is not None and reader.is_guessing:
+        wanted = {name: field for name, field in joined.items() if options.wants(name)}
+        return _as_wanted(options.like, wanted, files[0].name, is_optional=format == "jsonl")
     for name in options.types:
         if name not in joined:
             raise RequestError(f"data.types: {files[0].name} has no column {name!r}; {did_you_mean(name, joined)}")
@@ -202,6 +229,19 @@ def _join_schemas(files: Sequence[DataFile], format: str, options: ReadOptions) 
             raise RequestError(f"{files[0].name} has no column {name!r}; {did_you_mean(name, joined)}")
         fields.append(_settled(joined[name], options, is_guessing=reader.is_guessing or name in keys))
     return Schema(fields=tuple(fields))
+
+
+def _as_wanted(like: Schema, joined: Mapping[str, Field], file: str, *, is_optional: bool) -> Schema:
+    """The columns of a store that rows are appended to, where the files have the same names."""
+    new = [name for name in joined if name not in like.names]
+    gone = [name for name in like.names if name not in joined and not is_optional]
+    if new or gone:
+        name = (gone or new)[0]
+        has, lacks = (file, "the store") if new and not gone else ("the store", file)
+        raise RequestError(
+            f"column {name!r} is in {has} and not in {lacks}; an append has the columns of the store: {', '.join(like.names)}"
+        )
+    return like
 
 
 def _join_one(

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from shoal.core.errors import RequestError
 from shoal.data.storage.config import StorageConfig
+from shoal.data.table import Schema
 
 MAX_BATCH_BYTES = 1 << 26
 MAX_VALUE_BYTES = 1 << 24
@@ -31,10 +32,14 @@ class Rejects:
     """Where rows go that do not fit: an error for the first, or a file of JSON lines with all of them and the reasons.
 
     The file appears when everything was read. Whoever reads the same data writes the same file.
+
+    Args:
+        path: of the file.
+        is_appended: rows are added to what it holds at once, for whoever reads without an end.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None, *, is_appended: bool = False) -> None:
+        self._path, self._is_appended = path, is_appended
         self._file: IO[str] | None = None
         self.count = 0
 
@@ -55,7 +60,8 @@ class Rejects:
         if self._file is None:
             try:
                 self._beside.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._beside.open("w", encoding="utf-8")
+                target, mode = (self._path, "a") if self._is_appended else (self._beside, "w")
+                self._file = target.open(mode, encoding="utf-8")
             except OSError as error:
                 raise RequestError(f"data.rejects: {self._path} cannot be written: {error.strerror}") from error
         values = {
@@ -81,6 +87,8 @@ class Rejects:
         if self._file is not None and self._path is not None:
             self._file.close()
             self._file = None
+            if self._is_appended:
+                return
             if kind is None:
                 os.replace(self._beside, self._path)
             else:
@@ -96,6 +104,9 @@ class ReadOptions:
     types: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns that are not left to a look at the first rows: ``f4``, ``i8``, ``bool``, ``text``, ``time``,
     ``list:f4``."""
+    like: Schema | None = None
+    """The columns that the rows must have, as those of a store that they are appended to: formats that do not say their types
+    take these in place of a look at the first rows."""
     missing: tuple[str, ...] = ("",)
     """Texts of a CSV file that stand for a missing value."""
     delimiter: str | None = None

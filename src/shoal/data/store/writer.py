@@ -41,6 +41,10 @@ MAX_ATTEMPTS = 1000
 """How often an append is put behind those of others before that is an error."""
 
 
+class SourceMoved(RequestError):
+    """The store has taken in the source up to another place than the one that rows follow."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     """What a new store is like."""
@@ -183,7 +187,7 @@ def _is_taken_in(
         return False
     before = {name: after.get(name) for name in offsets}
     if now != before:
-        raise RequestError(
+        raise SourceMoved(
             f"{folder.address}: version {newest.version} has taken in the source up to {now}, and these rows follow {before}; "
             "read the source again from there"
         )

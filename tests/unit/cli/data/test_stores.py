@@ -179,3 +179,23 @@ def test_columns_and_types_are_chosen_where_a_store_is_built(tmp_path):
     )
     code, _, error = run("build", folder, tmp_path / "three", "--type", "x")
     assert code == 2 and "--type x is no COLUMN=TYPE" in error
+
+
+def test_an_append_takes_the_types_of_the_store(tmp_path):
+    """A file whose numbers happen to be whole, or whose texts are all missing, is no other schema."""
+    first, second, other = tmp_path / "1.csv", tmp_path / "2.csv", tmp_path / "3.csv"
+    first.write_text("x,s\n1.5,a\n2.5,7\n")
+    second.write_text("s,x,extra\n,1,0\n3,2,0\n")
+    other.write_text("x,s\nmuch,a\n")
+    assert run("build", first, tmp_path / "store", "--workers", 1)[0] == 0
+    code, _, error = run("build", second, tmp_path / "store", "--append")
+    assert code == 2 and "column 'extra' is in" in error and "not in the store" in error
+    code, out, _ = run("build", second, tmp_path / "store", "--append", "--columns", "x,s")
+    assert code == 0 and "version 2, 4 rows" in out
+    (tmp_path / "4.jsonl").write_text('{"x": 3}\n')
+    assert run("build", tmp_path / "4.jsonl", tmp_path / "store", "--append")[0] == 0
+    found = open_store(str(tmp_path / "store")).read(np.arange(5))
+    assert found["x"].values.tolist() == [1.5, 2.5, 1.0, 2.0, 3.0]
+    assert [found["s"].value(row) for row in range(5)] == ["a", "7", None, "3", None]
+    code, _, error = run("build", other, tmp_path / "store", "--append")
+    assert code == 2 and "row 1, column 'x'" in error
