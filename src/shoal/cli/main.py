@@ -18,6 +18,7 @@ import typer
 from shoal.cli import ckpt, keys, role
 from shoal.cli.calibrate import calibrate
 from shoal.cli.clusters import job
+from shoal.cli.dashboard.dash import dash
 from shoal.cli.data import group as data
 from shoal.cli.doctor import doctor
 from shoal.cli.init import init
@@ -67,6 +68,7 @@ app.add_typer(keys.app, name="keys", cls=LightGroup)
 app.add_typer(role.app, name="role", cls=LightGroup)
 app.add_typer(job.app, name="job", cls=LightGroup)
 app.add_typer(data.app, name="data", cls=LightGroup)
+app.command("dash")(dash)
 app.command("doctor")(doctor)
 app.command("place")(place)
 

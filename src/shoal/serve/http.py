@@ -6,14 +6,18 @@ nothing costs a few kilobytes until its time is up, and gives way to a new one w
 
 import asyncio
 import contextlib
+import gzip
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 _HEAD_BYTES = 16 * 1024
 _ENDS = b"\r\n\r\n"
+_MOST_FIELDS = 64
+_WORTH_PACKING = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +40,22 @@ class Request:
     path: str
     headers: Mapping[str, str]
     body: bytes
+    query: Mapping[str, str] = field(default_factory=dict)
+    """What follows the question mark; of a name that is there twice, the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """An answer in JSON."""
+    """An answer: JSON, bytes of another type, or one that goes on until either side ends it."""
 
     status: int
-    content: Any
+    content: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    """In the place of ``content``."""
+    content_type: str = "application/json"
+    chunks: AsyncIterator[bytes] | None = None
+    """In the place of both: sent as they come, and the connection ends after them."""
 
 
 class HttpError(Exception):
@@ -126,14 +137,45 @@ class HttpServer:
                 if request is None:
                     return
                 response = await self._answer(request)
+                if response.chunks is not None:
+                    await self._stream(reader, writer, response, response.chunks)
+                    return
                 close = self._is_closing or request.headers.get("connection", "").lower() == "close"
             except HttpError as error:
                 await self._send(writer, Response(status=error.status, content={"error": str(error)}), close=True)
                 await _linger(reader)
                 return
-            await self._send(writer, response, close=close)
+            await self._send(writer, response, close=close, packs=accepts_gzip(request.headers))
             if close:
                 return
+
+    async def _stream(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        response: Response,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        """Send an answer of any length. One that nobody hears any more, or too slowly, ends."""
+        writer.write(_head(response, ["connection: close"]))
+        # Nothing more is asked on this connection: whatever is read is its end.
+        waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(reader.read(1))}
+        (gone,) = waiting
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(chunks, None))
+                waiting.add(following)
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done() or (chunk := following.result()) is None:
+                    return
+                waiting.discard(following)
+                writer.write(chunk)
+                async with asyncio.timeout(self._limits.write_seconds):
+                    await writer.drain()
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _read(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: "asyncio.Task[None]"
@@ -151,7 +193,7 @@ class HttpServer:
         except TimeoutError:
             raise HttpError(408, f"no whole head of a request came in {self._limits.head_seconds:g} s") from None
         self._idle.pop(task, None)
-        method, path, headers = parse_head(head)
+        method, path, query, headers = parse_head(head)
         length = body_length(headers, self._limits.body_bytes)
         if headers.get("expect", "").lower() == "100-continue" and length:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -160,21 +202,32 @@ class HttpServer:
                 body = await reader.readexactly(length)
         except TimeoutError:
             raise HttpError(408, f"the body did not come in {self._limits.body_seconds:g} s") from None
-        return Request(method=method, path=path, headers=headers, body=body)
+        return Request(method=method, path=path, headers=headers, body=body, query=parse_query(query))
 
-    async def _send(self, writer: asyncio.StreamWriter, response: Response, *, close: bool) -> None:
-        body = (json.dumps(response.content, allow_nan=False) + "\n").encode()
-        lines = [
-            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            f"connection: {'close' if close else 'keep-alive'}",
-            *(f"{name}: {value}" for name, value in response.headers.items()),
-        ]
-        writer.write("\r\n".join(lines).encode() + _ENDS + body)
+    async def _send(
+        self, writer: asyncio.StreamWriter, response: Response, *, close: bool, packs: bool = False
+    ) -> None:
+        body = response.body
+        if body is None:
+            body = (json.dumps(response.content, allow_nan=False) + "\n").encode()
+        lines = [f"connection: {'close' if close else 'keep-alive'}"]
+        if packs and len(body) >= _WORTH_PACKING:
+            body = gzip.compress(body, 1, mtime=0)
+            lines.append("content-encoding: gzip")
+        writer.write(_head(response, [f"content-length: {len(body)}", *lines]) + body)
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(self._limits.write_seconds):
                 await writer.drain()
+
+
+def _head(response: Response, more: list[str]) -> bytes:
+    lines = [
+        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
+        f"content-type: {response.content_type}",
+        *more,
+        *(f"{name}: {value}" for name, value in response.headers.items()),
+    ]
+    return "\r\n".join(lines).encode() + _ENDS
 
 
 async def _linger(reader: asyncio.StreamReader) -> None:
@@ -186,8 +239,19 @@ async def _linger(reader: asyncio.StreamReader) -> None:
                     return
 
 
-def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Method, path and headers, whose names are in small letters.
+class Head(NamedTuple):
+    """What a request begins with."""
+
+    method: str
+    path: str
+    query: str
+    """What follows the question mark, as it came."""
+    headers: dict[str, str]
+    """Their names are in small letters."""
+
+
+def parse_head(head: bytes) -> Head:
+    """The head of a request, taken apart.
 
     Raises:
         HttpError: it is no head of HTTP/1.
@@ -207,7 +271,26 @@ def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
         if name.lower() == "content-length" and "content-length" in headers:
             raise HttpError(400, "the request says its length twice")
         headers[name.lower()] = value.strip()
-    return method, path.partition("?")[0], headers
+    bare, _, query = path.partition("?")
+    return Head(method, bare, query, headers)
+
+
+def parse_query(text: str) -> dict[str, str]:
+    """The fields of a query.
+
+    Raises:
+        HttpError: there are too many, or they are no text.
+    """
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MOST_FIELDS))
+    except ValueError:
+        raise HttpError(400, f"the query is no list of at most {_MOST_FIELDS} fields") from None
+
+
+def accepts_gzip(headers: Mapping[str, str]) -> bool:
+    """True for a client that says that it can unpack."""
+    kinds = [kind.replace(" ", "").lower() for kind in headers.get("accept-encoding", "").split(",")]
+    return any(kind == "gzip" or (kind.startswith("gzip;q=") and kind[7:] not in ("0", "0.0")) for kind in kinds)
 
 
 def body_length(headers: Mapping[str, str], most: int) -> int:

@@ -2,10 +2,8 @@
 
 import asyncio
 import hmac
-import ipaddress
 import math
 import signal
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +17,9 @@ from shoal.serve.http import HttpServer, Limits, Request, Response
 from shoal.serve.models import BATCH
 from shoal.serve.newest import NewestModel
 from shoal.serve.schema import BadRequest, read_rows
+from shoal.serve.token import read_token
 
 _DRAIN_SECONDS = 10.0
-_LEAST_TOKEN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,39 +35,6 @@ class ServeRequest:
     max_rows: int = 64
     deadline_seconds: float = 10.0
     limits: Limits = field(default_factory=Limits)
-
-
-def read_token(request: ServeRequest) -> str | None:
-    """The token that clients have to give; None on loopback without one.
-
-    Raises:
-        RequestError: the server would be open to others without a token, or the file is no secret.
-    """
-    if request.token_file is None:
-        if not _is_loopback(request.host):
-            raise RequestError(
-                f"--host {request.host} lets other machines ask, and none has shown a key; give --token-file FILE with a secret "
-                f"of at least {_LEAST_TOKEN} characters, or leave --host out"
-            )
-        return None
-    try:
-        mode, token = request.token_file.stat().st_mode, request.token_file.read_text(errors="replace").strip()
-    except OSError as error:
-        raise RequestError(f"--token-file {request.token_file} cannot be read: {error.strerror}") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise RequestError(f"--token-file {request.token_file} can be read by others; chmod 600 it")
-    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable():
-        raise RequestError(
-            f"--token-file {request.token_file} has a token of {len(token)} characters; give {_LEAST_TOKEN} or more, printable"
-        )
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Answers:
@@ -203,7 +168,7 @@ def serve(request: ServeRequest, *, on_ready: Callable[[str, dict[str, Any]], No
         RequestError: the request is wrong.
         RunError: the run has no whole model.
     """
-    token = read_token(request)
+    token = read_token(request.host, request.token_file)
     torch.set_num_threads(1)
     newest = NewestModel(request.run_dir, batch=request.batch)
     answers = Answers(newest, request, token)

@@ -5,8 +5,8 @@ from shoal.serve.http import HttpError, body_length, parse_head
 
 def test_a_head_is_read():
     head = b"POST /predict?x=1 HTTP/1.1\r\nHost: a\r\nContent-Length: 12\r\nX: a:b \r\n\r\n"
-    assert parse_head(head) == ("POST", "/predict", {"host": "a", "content-length": "12", "x": "a:b"})
-    assert parse_head(b"GET / HTTP/1.0\r\n\r\n")[2] == {"connection": "close"}
+    assert parse_head(head) == ("POST", "/predict", "x=1", {"host": "a", "content-length": "12", "x": "a:b"})
+    assert parse_head(b"GET / HTTP/1.0\r\n\r\n").headers == {"connection": "close"}
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def serve(
     """Answer predictions with the newest published model of RUN, until SIGTERM."""
     # Verbs import what they need when they run: see cli/main.py.
     check_result_file(json_file)
-    from shoal.serve.server import ServeRequest, read_token
+    from shoal.serve.server import ServeRequest
     from shoal.serve.server import serve as serve_run
+    from shoal.serve.token import read_token
 
     request = ServeRequest(
         run_dir=run,
@@ -52,7 +53,7 @@ def serve(
         max_rows=max_rows,
         deadline_seconds=deadline,
     )
-    read_token(request)
+    read_token(host, token_file)
 
     def tell(address: str, served: dict[str, Any]) -> None:
         if served["version"] is None:

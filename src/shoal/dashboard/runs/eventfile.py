@@ -188,5 +188,7 @@ class EventFile:
                 data = read_range(self.cursor.root, self.cursor.path, place.start, place.length)
             except (Refused, OSError):
                 continue
-            found += [other.event for other in decode(data, place.start).others if other.event["kind"] == "spans"]
+            found += [
+                other.event for other in decode(data + b"\n", place.start).others if other.event["kind"] == "spans"
+            ]
         return [event for event in found if event.get("step") == step]
