@@ -121,7 +121,7 @@ FILES = {
     "dropped": "randomness/",
 }
 # Rooms in which such a word is the field's: lanes of a drawing, a plateau's patience, an action placed in a table, rounds of a
-# collective, an account of SLURM, an actor of Ray.
+# collective, an account of SLURM, an actor of Ray, the view that tells what happened.
 ELSEWHERE = {
     "account": ("launch", "cli"),
     "actor": ("launch",),
@@ -130,6 +130,7 @@ ELSEWHERE = {
     "patience": ("engine", "optim"),
     "placed": ("schedules",),
     "rounds": ("comm",),
+    "story": ("dashboard",),
 }
 
 _CAMEL = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")

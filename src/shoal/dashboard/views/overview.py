@@ -123,7 +123,7 @@ def run_answer(run: Run, now: float) -> dict[str, Any]:
         "summary": jsonable(run.summary),
         "certificates": [_certificate(one) for one in run.certificates[:20]],
         "generations": generations(run),
-        "ranks": placed_ranks(run),
+        "ranks": rank_places(run),
         "curves": [{"name": text(one.name, 200), "unit": one.unit, "ranks": one.by_rank} for one in run.curve_names()],
         "timeline_steps": timeline_steps(run),
         "logs": logs(run),
@@ -177,7 +177,7 @@ def generations(run: Run) -> list[dict[str, Any]]:
     return found[-200:]
 
 
-def placed_ranks(run: Run) -> list[dict[str, Any]]:
+def rank_places(run: Run) -> list[dict[str, Any]]:
     """The ranks, where each is, and which place of the mesh it has, as far as events say."""
     newest: dict[int, dict[str, Any]] = {file.rank: {} for file in run.ranks if file.rank is not None}
     for event in run.events("placed"):
