@@ -184,3 +184,31 @@ class GiveUp:
 
 
 Instruction = Publish | Remind | Ask | Restore | Release | Sync | Collect | Refuse | Stall | GiveUp
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------------------
+
+
+def describe_change(before: View | None, after: View, event: Event) -> str:
+    """Why a view was published, for people: who came and who went, or else what happened.
+
+    Args:
+        before: the view before it, if any.
+        after: the view.
+        event: what it followed from.
+    """
+    if before is None or isinstance(event, Elected):
+        return "the first view" if before is None else "another center was elected"
+    known, there = {one.id for one in before}, {one.id for one in after}
+    came = [one.name for one in after if one.id not in known]
+    went = [one.name for one in before if one.id not in there]
+    said = [f"{', '.join(came)} joined"] if came else []
+    if went:
+        reason = event.reason if isinstance(event, Left) else "no sign of life"
+        said.append(f"{', '.join(went)} left: {reason}")
+    match event:
+        case Synced(shard=shard) if not said:
+            return f"shard {shard} has another copy"
+        case Failed(shard=shard, reason=reason) if not said:
+            return f"a copy of shard {shard} was given up: {reason}"
+    return "; ".join(said) or "shards were laid out anew"

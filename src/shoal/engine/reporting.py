@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shoal.comm.mesh import Mesh
 from shoal.comm.trafficcounter import TrafficCounter
 from shoal.comm.world import World
 from shoal.core.errors import RequestError
@@ -33,6 +32,9 @@ from shoal.core.events import (
 )
 from shoal.core.rundir import RunDir
 from shoal.data.loading.loader import Loader
+from shoal.data.source import Source
+from shoal.engine.forecast import forecast_run
+from shoal.engine.model import ParallelModel
 from shoal.randomness.dropout import DropoutKey
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.eventlog import EventLog
@@ -115,9 +117,9 @@ class Reporter:
         for logger in self.loggers:
             logger.write(event)
 
-    def started(self, plan: str, *, step: int, mesh: Mesh) -> None:
-        """Record that this rank begins to train, after so many steps, and where it is."""
-        world = self.world
+    def started(self, plan: str, *, step: int, engine: ParallelModel, source: Source) -> None:
+        """Record that this rank begins to train, after so many steps, where it is, and what that should cost."""
+        world, mesh = self.world, engine.mesh
         self.event(
             RunStarted(plan=plan, world_size=world.size, step=step, generation=world.generation, pid=os.getpid())
         )
@@ -131,6 +133,8 @@ class Reporter:
                 pid=os.getpid(),
             )
         )
+        if self.log is not None and (forecast := forecast_run(engine, source, self.run_dir)) is not None:
+            self.event(forecast)
         self._traffic = mesh.traffic
         self.clock.follow(mesh.traffic)
 

@@ -78,7 +78,8 @@ class SavedRun(RunProcess):
                     f"{self.run_dir} holds the checkpoints of a run; call run.load() or pass resume=True to go on, or use "
                     "another run_dir"
                 )
-        self._reporter.started(str(self.plan), step=self._num_steps, mesh=self._setups[0].engine.mesh)
+        engine, source = self._setups[0].engine, self._loaders[0].source
+        self._reporter.started(str(self.plan), step=self._num_steps, engine=engine, source=source)
         self._reporter.clock.restart_for(self._num_steps + 1)
 
     @property

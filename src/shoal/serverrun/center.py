@@ -3,21 +3,25 @@
 import asyncio
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.comm.wire.node import Node
+from shoal.core.events import ViewChanged
 from shoal.core.rundir import RunDir
 from shoal.elastic.election.etcd import EtcdLease
 from shoal.elastic.election.filelease import FileLease
 from shoal.elastic.election.voters import Sole, Voters
 from shoal.elastic.membership import Wanted
+from shoal.elastic.view import View
 from shoal.paramserver.center.candidate import Candidate
 from shoal.paramserver.center.center import Center
 from shoal.paramserver.lbfgs.algorithm import LbfgsSettings
 from shoal.paramserver.lbfgs.coordinator import BatchSettings, Coordinator
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.process import ProcessSpec, open_node, run_process
+from shoal.telemetry.eventlog import append_event
 
 _LONELY_SECONDS = 600.0
 """How long a voter waits for any other: longer than a machine takes to start, and than most cuts of a network last."""
@@ -36,7 +40,15 @@ async def _lead_here(spec: ProcessSpec) -> str:
         address=spec.address,
         lease_seconds=spec.recipe.paramserver.lease_seconds,
     )
-    center = Center(node, elector, wanted=wanted_of(spec), tell=tell, settings=spec.settings, folder=spec.folder)
+    center = Center(
+        node,
+        elector,
+        wanted=wanted_of(spec),
+        tell=tell,
+        settings=spec.settings,
+        folder=spec.folder,
+        on_view=partial(report_view, spec),
+    )
     center.driver = build_coordinator(spec, node, center)
     await node.listen(spec.address, center.handle)
     try:
@@ -61,6 +73,7 @@ async def _lead_cluster(spec: ProcessSpec, cluster: Cluster) -> str:
             settings=spec.settings,
             lonely_seconds=max(_LONELY_SECONDS, cluster.search_seconds),
             tell=tell,
+            on_view=partial(report_view, spec),
         )
         candidate.center.driver = build_coordinator(spec, node, candidate.center)
         tell(f"{spec.name} listens on {(await node.listen(spec.address, candidate.handle)).partition('#')[0]}")
@@ -101,6 +114,20 @@ def _build_elector(spec: ProcessSpec, cluster: Cluster, node: Node) -> Voters | 
         seed=spec.recipe.train.seed,
         node=node,
     )
+
+
+def report_view(spec: ProcessSpec, view: View, cause: str) -> None:
+    """Write a view into the events of this center, where it has a run directory."""
+    if spec.run_dir is not None:
+        event = ViewChanged(
+            epoch=view.epoch,
+            replicas=len(view.workers),
+            logical=spec.plan.workers or 1,
+            members=[member.name for member in view],
+            hosts=[],
+            cause=cause,
+        )
+        append_event(RunDir(spec.run_dir).events(spec.rank), event, rank=spec.rank)
 
 
 def ballot_file(run_dir: Path, name: str) -> Path:

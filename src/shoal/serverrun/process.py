@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -33,6 +34,8 @@ from shoal.paramserver.messages import OPERATIONS, Join
 from shoal.paramserver.sharding import Model
 from shoal.serverrun.cluster import Cluster
 from shoal.serverrun.notices import DroppedMessages
+from shoal.telemetry.eventlog import append_event
+from shoal.telemetry.measurements import RankLocation
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 from shoal.trainer.claim import flatten, read_plan
 from shoal.trainer.config import Recipe
@@ -230,6 +233,21 @@ def read_spec(arguments: list[str]) -> tuple[str, ProcessSpec]:
     return given.role, spec
 
 
+def say_where(spec: ProcessSpec) -> None:
+    """Write down on which host a process runs, if it has a run directory."""
+    if spec.run_dir is not None:
+        event = RankLocation(
+            host=socket.gethostname(),
+            device="cpu",
+            local_rank=spec.rank,
+            coordinates={},
+            threads=spec.threads,
+            pid=os.getpid(),
+            name=spec.name,
+        )
+        append_event(RunDir(spec.run_dir).events(spec.rank), event, rank=spec.rank)
+
+
 def _say_done(spec: ProcessSpec) -> None:
     """Tell the job that this process did what it was for: an exit code of 0 says only that something called exit."""
     rank_status = attach_status(spec)
@@ -251,6 +269,7 @@ def run_process(run: Callable[[str, ProcessSpec], None]) -> None:
     code = EXIT_DONE
     try:
         role, spec = read_spec(sys.argv[1:])
+        say_where(spec)
         run(role, spec)
         end_if_forked(owner)
         _say_done(spec)

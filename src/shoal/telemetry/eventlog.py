@@ -24,7 +24,7 @@ from shoal.core.events import Event, StepDone
 from shoal.core.rundir import RunDir
 from shoal.telemetry.measurements import MEASUREMENTS
 
-KNOWN_KINDS = {known.kind: known for known in (*Event.__subclasses__(), *MEASUREMENTS)}
+KNOWN_KINDS: dict[str, type[Event]] = {known.kind: known for known in (*Event.__subclasses__(), *MEASUREMENTS)}
 """The events that this version writes, by their kinds."""
 _NOT_FINITE = (None, "nan", "inf", "-inf")
 """What a number may be in a file that has no such numbers; older files have null."""

@@ -51,6 +51,8 @@ class RankLocation(Event):
     threads: int
     """Compute threads."""
     pid: int
+    name: str = ""
+    """Of a role of parameter servers; a rank has its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,4 +71,4 @@ class Forecast(Event):
     """By rank, calls and bytes of one step by axis and operation."""
 
 
-MEASUREMENTS = (Spans, AxisTraffic, RankLocation, Forecast)
+MEASUREMENTS: tuple[type[Event], ...] = (Spans, AxisTraffic, RankLocation, Forecast)

@@ -290,7 +290,7 @@ class Trainer:
         return found
 
     def _announce(self) -> None:
-        self.reporter.started(str(self.plan), step=self.progress.step, mesh=self.mesh)
+        self.reporter.started(str(self.plan), step=self.progress.step, engine=self.engine, source=self.data.train)
         self.reporter.tell(*(self.engine.describe() if asks_the_model(self.plan) else ()))
         self.persistence.warn_if_disk_is_short(self.engine.state(self.progress.step), num_parts=self.plan.pp)
 

@@ -11,6 +11,7 @@ from shoal.core.axes import Axis
 from shoal.core.compressrule import CompressRule
 from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.source import Splits
+from shoal.engine.forecast import step_shape
 from shoal.engine.hooks import Hook
 from shoal.engine.objective import is_known, kind_of
 from shoal.engine.parallelize import example_of
@@ -18,7 +19,7 @@ from shoal.engine.resolve import updates_per_step
 from shoal.models.losses import Loss
 from shoal.parallel.tensor.traffic_forecast import CrossingRecord, record_crossings
 from shoal.parallel.tensor.vocabulary import rows_per_rank
-from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_trust_norms, forecast_step_traffic
+from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, forecast_step_traffic
 from shoal.pipeline.build import Pipeline
 from shoal.pipeline.reduction import StageReduction
 from shoal.pipeline.traffic import Boundaries, expected_exchange, expected_sends, trace_boundaries
@@ -88,33 +89,14 @@ class TrafficObserver(Hook):
         return islands.forecast_traffic(self._number, is_round=is_round)
 
     @property
-    def _num_trust_norms(self) -> int:
-        return count_trust_norms(self._trainer.optimizer, self._trainer.optimizer.param_groups)
-
-    @property
     def _scales_by_frozen_ratios(self) -> bool:
         """1-bit LAMB measures no trust ratios once the warm-up and the step that freezes them are over."""
         rule = None if self._trainer.plan.compress is None else CompressRule.parse(self._trainer.plan.compress)
         return rule is not None and rule.kind == "onebit" and self._number > rule.start
 
     def _step_shape(self, batch: StepBatch) -> StepShape:
-        trainer = self._trainer
-        precision = trainer.engine.precision
-        compute = precision.compute_dtype or precision.weight_dtype
-        layout, outline = trainer.engine.layout, trainer.engine.outline
-        trained = {entry.parameter: entry.shape for entry in outline.values() if entry.parameter and entry.is_trained}
-        whole = [
-            layout.placements[name].whole_shape if name in layout.placements else trained[name] for name in trained
-        ]
-        return StepShape(
-            has_piggyback=trainer.engine.scalars.carrier is not None,
-            exact_norm=trainer.settings.optim.clip is not None or trainer.engine.needs_exact_norm,
-            counts_weight=batch.total_weight is None,
-            num_trust_norms=0 if self._scales_by_frozen_ratios else self._num_trust_norms,
-            weight_bytes=precision.weight_dtype.itemsize,
-            compute_bytes=compute.itemsize,
-            num_rows=sum(shape[0] if shape else 1 for shape in whole),
-        )
+        norms = 0 if self._scales_by_frozen_ratios else None
+        return step_shape(self._trainer.engine, counts_weight=batch.total_weight is None, num_trust_norms=norms)
 
     def _pipeline(self, batch: StepBatch, counted: TrafficCounts) -> TrafficCounts:
         """What goes from stage to stage; nothing without a pipeline."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from shoal.core.rundir import RunDir, replace_text
 from shoal.launch.hangs import is_waiting
 from shoal.launch.process import Process
+from shoal.launch.procfs import resident_bytes
 from shoal.telemetry.eventlog import plain_json
 from shoal.telemetry.statusboard import StatusReading
 
@@ -77,12 +78,18 @@ class _Row:
     phase: str
     heartbeat_age: float | None
     phase_seconds: float
+    is_local: bool
+    """It runs on this host."""
 
     @property
     def state(self) -> State:
         if not self.process.is_running:
             return "ended"
         return "silent" if self.heartbeat_age is not None and self.heartbeat_age > SILENT_SECONDS else "running"
+
+    def _measured(self) -> int | None:
+        is_here = self.is_local and self.process.is_running
+        return resident_bytes(self.process.pid) if is_here else None
 
     def as_values(self) -> dict[str, Any]:
         process, reading = self.process, self.process.state
@@ -92,11 +99,11 @@ class _Row:
             **named,
             "host": process.host,
             "pid": process.pid,
-            "step": reading.step,
+            "step": reading.step or reading.metrics.get("step") or 0,
             "phase": self.phase,
             "phase_seconds": round(self.phase_seconds, 3),
             "heartbeat_age": None if self.heartbeat_age is None else round(self.heartbeat_age, 3),
-            "rss_bytes": process.rss_bytes or reading.metrics.get("rss_bytes"),
+            "rss_bytes": process.rss_bytes or reading.metrics.get("rss_bytes") or self._measured(),
             "state": self.state,
             "metrics": dict(reading.metrics),
         }
@@ -154,6 +161,7 @@ class LiveFile:
             phase=reading.phase if is_own else "",
             heartbeat_age=None if age is None else max(0.0, age),
             phase_seconds=now - since,
+            is_local=not process.host,
         )
 
     def _write(self, status: Literal["running", "ended"], now: float) -> None:

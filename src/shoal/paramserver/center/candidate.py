@@ -18,6 +18,7 @@ from shoal.elastic.election.majority import OPERATIONS as VOTES
 from shoal.elastic.election.majority import Poll, Renew, Resigned, Seek
 from shoal.elastic.election.voters import Sole, Voters
 from shoal.elastic.membership import Wanted
+from shoal.elastic.view import View
 from shoal.paramserver.center.center import Center, find_setting_difference
 from shoal.paramserver.messages import OPERATIONS, Done, Greet, Greeted, Over
 
@@ -41,6 +42,7 @@ class Candidate:
         settings: what the recipe says of everything that all must agree on.
         lonely_seconds: how long a voter that hears of no other waits before it gives up.
         tell: takes a line for people.
+        on_view: told of every view that is published, and why it is.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Candidate:
         settings: Mapping[str, str],
         lonely_seconds: float,
         tell: Callable[[str], None],
+        on_view: Callable[[View, str], None] = lambda view, cause: None,
     ) -> None:
         self._node = node
         self._elector = elector
@@ -62,7 +65,7 @@ class Candidate:
         self._settings = dict(settings)
         self._lonely = lonely_seconds
         self._tell = tell
-        self.center = Center(node, elector, wanted=wanted, tell=tell, settings=settings)
+        self.center = Center(node, elector, wanted=wanted, tell=tell, settings=settings, on_view=on_view)
         self._told_over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def handle(self, request: Request) -> None:

@@ -32,6 +32,7 @@ from shoal.elastic.changes import (
     Stall,
     Sync,
     Ticked,
+    describe_change,
 )
 from shoal.elastic.changes import Failed as ReplicaFailed
 from shoal.elastic.changes import Synced as ReplicaSynced
@@ -87,6 +88,7 @@ class Center:
         tell: takes a line for people.
         settings: what the recipe says of everything that all must agree on; None to compare models only.
         folder: sockets and arenas of the run on this machine, to be cleaned of what the departed left.
+        on_view: told of every view that is published, and why it is.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Center:
         tell: Callable[[str], None],
         settings: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        on_view: Callable[[View, str], None] = lambda view, cause: None,
     ) -> None:
         self._node = node
+        self._on_view = on_view
         self._elector = elector
         self._wanted = wanted
         self._tell = tell
@@ -194,6 +198,7 @@ class Center:
                             f"epoch {granted}: {len(view.servers)} servers, {len(view.workers)} workers, primaries "
                             + ", ".join(_name(view.find(chain.primary)) for chain in view.chains)
                         )
+                        self._on_view(view, describe_change(self._state.view, view, event))
                     case Refuse(id=member):
                         self._refused[member] = instruction
                         if instruction.code == "taken":
