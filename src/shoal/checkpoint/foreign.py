@@ -24,6 +24,7 @@ from shoal.core.errors import RequestError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 _MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
@@ -70,11 +71,16 @@ def read_foreign(path: Path) -> ForeignWeights:
         NotWhole: a file is not what it must be; names it and both numbers.
     """
     if not path.is_dir():
-        return _of_files(path, {path.name: _require(path)})
+        if _require(path).suffix in _PICKLES and _is_archive(path):
+            raise RequestError(
+                f"{path} is a file of torch.save, a pickle: loading it may run any code; load it yourself by "
+                "model.load_state_dict(torch.load(path, weights_only=True)), or convert it with safetensors.torch.save_file"
+            )
+        return _of_files(path, {path.name: path})
     if (path / INDEX).exists():
         return _of_index(path)
     if not (path / SINGLE).exists():
-        pickled = sorted(one.name for one in path.iterdir() if one.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        pickled = sorted(one.name for one in path.iterdir() if one.suffix in _PICKLES)
         if pickled:
             raise RequestError(
                 f"{path} holds {pickled[0]}, which is a pickle: loading it may run any code; convert it with "
@@ -82,6 +88,12 @@ def read_foreign(path: Path) -> ForeignWeights:
             )
         raise RequestError(f"{path} holds neither {SINGLE} nor {INDEX}; give a folder with weights, or the file itself")
     return _of_files(path, {SINGLE: path / SINGLE})
+
+
+def _is_archive(path: Path) -> bool:
+    """True for what torch.save writes, which begins as a zip archive does."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
 
 
 def _require(path: Path) -> Path:
@@ -129,12 +141,14 @@ def _of_files(origin: Path, paths: Mapping[str, Path], where: Mapping[str, str] 
 def _read_header(fd: int, size: int, file: str) -> dict[str, Slot]:
     """Where the tensors of a safetensors file lie: side by side from the header to the file's end, each with its exact size."""
     if size < 8:
-        raise NotWhole(f"{file} has {size} bytes, less than the length of a header")
+        raise NotWhole(f"{file} has {size} bytes, less than the length of a header; it is no safetensors file")
     prefix = bytearray(8)
     read_into(fd, memoryview(prefix), 0, file)
     length = int.from_bytes(prefix, "little")
     if length > min(_MAX_HEADER, size - 8):
-        raise NotWhole(f"{file} says that its header has {length} bytes, and the file has {size}")
+        raise NotWhole(
+            f"{file} says that its header has {length} bytes, and the file has {size}: it is cut off, or no safetensors file"
+        )
     header = bytearray(length)
     read_into(fd, memoryview(header), 8, file)
     try:

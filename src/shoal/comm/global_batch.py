@@ -133,6 +133,11 @@ def all_gather(tensor: Tensor, dim: int = 0) -> Tensor:
     """
     global _num_calls
     _num_calls += 1
+    given: object = tensor
+    if not isinstance(given, Tensor):
+        raise RequestError(
+            f"shoal.all_gather got a {type(given).__name__}; give it a tensor, whose rows are this replica's"
+        )
     if not -tensor.ndim <= dim < tensor.ndim:
         raise RequestError(
             f"shoal.all_gather got a tensor of shape {tuple(tensor.shape)} and dim={dim}; give it one of its dims"

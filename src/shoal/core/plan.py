@@ -92,6 +92,9 @@ class Plan:
         Raises:
             RequestError: a word is not ``key=value``, a key is unknown or repeated, or a value has the wrong type.
         """
+        given: object = text
+        if not isinstance(given, str):
+            raise RequestError(f"a plan is read from its text, such as 'dp=2 zero=1', and was given {given!r}")
         # A value may hold a comma (half:3,10), so only one that ends a word or comes before a key is a mistake.
         if (spaced := re.sub(r"\s*,\s*(?=[a-z_]+=|$)", " ", text).strip()) != text.strip():
             raise RequestError(f"plan {text!r}: keys are separated by spaces, not by commas; write {spaced!r}")

@@ -103,6 +103,10 @@ class LoaderOptions:
             raise RequestError(
                 "num_samples and replacement are for weights, and there are none; give weights, or a sampler"
             )
+        if self.collate_fn is not None and (isinstance(self.collate_fn, type) or not callable(self.collate_fn)):
+            shown = self.collate_fn.__name__ if isinstance(self.collate_fn, type) else repr(self.collate_fn)
+            fix = f"give one of it: {shown}()" if isinstance(self.collate_fn, type) else "give one of a list of samples"
+            raise RequestError(f"collate_fn={shown} is no function; {fix}")
         for name, least in (
             ("num_workers", 0),
             ("prefetch_factor", 0),

@@ -97,8 +97,10 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
     Raises:
         RequestError: the metric is not known for either, and ``mode`` does not say.
     """
-    if mode is not None:
+    if mode in ("min", "max"):
         return mode
+    if mode is not None:
+        raise RequestError(f'mode={mode!r} is none; set mode to "min" where smaller is better, or to "max"')
     known: Mode | None = {**SHIPPED, **BUILT_IN}.get(name := metric.removeprefix(AVERAGED))
     if known is None and _TOP.fullmatch(name):
         known = "max"

@@ -57,6 +57,8 @@ def load_weights(
         RequestError: they do not fit, or there are none.
         RunError: a file is torn, altered or hostile.
     """
+    if rename is not None and not isinstance(rename, Mapping):
+        raise RequestError(f'rename={rename!r} is a dict of beginnings of names, such as {{"encoder.": "blocks."}}')
     selection = Selection(
         strict=strict, prefix=prefix, rename=dict(rename or {}), only=patterns(only), skip=patterns(skip)
     )

@@ -17,9 +17,15 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import make_run_dir
 from shoal.core.syncrule import SyncRule
 from shoal.engine.stop import StopRequest
+from shoal.library.arguments import explain_missing
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.refusals import replica_problems
 from shoal.telemetry.statusboard import RankStatus
+
+PLAN_VARIABLE = "SHOAL_PLAN"
+"""The plan, where ``shoal run`` hands it down."""
+RUN_DIR_VARIABLE = "SHOAL_RUN_DIR"
+RESUME_VARIABLE = "SHOAL_RESUME"
 
 IS_RUNNING = threading.Event()
 """Set while this process is inside a ``Run``, which then tells the supervisor what it does, and when it is ``OWN_WORK``."""
@@ -42,6 +48,11 @@ def read_plan(given: object) -> Plan:
     if plan is None:
         return Plan()
     if isinstance(plan, Plan):
+        if Plan.parse(str(plan)) != replace(plan, microbatches=Plan.parse(str(plan)).microbatches):
+            raise RequestError(
+                f"plan {plan!r} holds a value of another type, such as text in the place of a number; write "
+                f"shoal.Plan.parse({str(plan)!r})"
+            )
         if plan.compress is not None and CompressRule.parse(plan.compress).kind in ("dgc", "onebit"):
             raise RequestError(
                 f"plan {str(plan)!r}: compress={plan.compress} has a momentum and a clipping of its own, which a script's "
@@ -101,7 +112,9 @@ class RunProcess:
             raise RequestError(
                 "the run has not begun, and knows no processes yet: use `with shoal.Run(...) as run:`, or shoal.Run(...).start()"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{explain_missing(name, dir(type(self)))}"
+        )
 
     def _fit(self, plan: Plan) -> Plan:
         """The plan with the processes that there are.

@@ -34,6 +34,9 @@ def find_rate(
     Raises:
         RequestError: the rates do not grow, or no model is set up.
     """
+    given: object = run
+    if not isinstance(given, Run):
+        raise RequestError(f"shoal.find_rate takes the shoal.Run in which a model is set up, and was given {given!r}")
     with run.searching(model) as (setups, own):
         if own.engine.islands is not None:
             raise RequestError(

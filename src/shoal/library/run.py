@@ -17,7 +17,6 @@ method of ``run`` is plain PyTorch.
 
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ from shoal.core.plan import Plan
 from shoal.data.loading.loader import StepBatch
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
-from shoal.engine.hooks import Hook, StepResult
+from shoal.engine.hooks import Hook, StepResult, check_hooks
 from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import Metric, as_metrics
 from shoal.engine.objective import StepFunction
@@ -51,8 +50,18 @@ from shoal.engine.stop import StopRequest
 from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
+from shoal.library.arguments import as_folder, as_loggers, as_section, check_evaluation, check_processor
 from shoal.library.loader import RunLoader, held_out, read_options
-from shoal.library.process import IS_RUNNING, OPEN, open_run_dir, read_plan, refuse_replica_settings
+from shoal.library.process import (
+    IS_RUNNING,
+    OPEN,
+    PLAN_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_DIR_VARIABLE,
+    open_run_dir,
+    read_plan,
+    refuse_replica_settings,
+)
 from shoal.library.saved import SavedRun
 from shoal.library.setups import (
     ModelSetup,
@@ -62,17 +71,14 @@ from shoal.library.setups import (
     refuse_functions,
     refuse_other_weights,
     refuse_sharing,
+    refuse_unkept,
+    refuse_words,
     sort_companions,
 )
 from shoal.models.build import refuse_lazy
 from shoal.replicas.config import ReplicaConfig
 from shoal.telemetry.config import LogConfig, TelemetryConfig
 from shoal.telemetry.summaryfile import write_summary
-
-PLAN_VARIABLE = "SHOAL_PLAN"
-"""The plan, where ``shoal run`` hands it down."""
-RUN_DIR_VARIABLE = "SHOAL_RUN_DIR"
-RESUME_VARIABLE = "SHOAL_RESUME"
 
 
 class Run(SavedRun):
@@ -85,14 +91,14 @@ class Run(SavedRun):
         resume: go on from the newest checkpoint in ``run_dir`` before the first batch; left out, where ``shoal run --resume`` or
             a restart asks for it.
         precision: of arithmetic: float32, bfloat16, float64, or float16, whose loss is scaled and whose overflows are left out.
-        checkpoint: which checkpoints are kept.
+        checkpoint: which checkpoints are kept: the settings of a recipe's ``[checkpoint]``.
         hooks: called at fixed points of training, for every model that is set up.
         loggers: where numbers go besides: names such as ``mlflow``, and objects with ``log(values, step)``.
         batch_norm: ``local`` or ``sync`` statistics over replicas.
         unused_parameters: allow parameters that a step does not touch.
         threads: compute threads of this process; left out, torch's own choice.
         deadline: seconds that a collective may take.
-        telemetry: what is recorded.
+        telemetry: what is recorded: the settings of a recipe's ``[telemetry]``.
         replicas: how islands agree beyond the plan's ``sync``: the settings of a recipe's ``[replicas]``.
         compression: how the plan's ``compress`` is done: the settings of a recipe's ``[compression]``.
         world: the processes, where they are joined already.
@@ -106,14 +112,14 @@ class Run(SavedRun):
         *,
         resume: bool | None = None,
         precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
-        checkpoint: CheckpointConfig | None = None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
         loggers: Sequence[Any] = (),
         batch_norm: Literal["local", "sync"] = "local",
         unused_parameters: bool = False,
         threads: int | None = None,
         deadline: float | None = None,
-        telemetry: TelemetryConfig | None = None,
+        telemetry: TelemetryConfig | Mapping[str, Any] | None = None,
         replicas: Mapping[str, Any] | None = None,
         compression: Mapping[str, Any] | None = None,
         world: World | None = None,
@@ -121,8 +127,7 @@ class Run(SavedRun):
         super().__init__()
         self._asked = read_plan(plan if plan is not None else os.environ.get(PLAN_VARIABLE))
         self.seed = seed
-        found = run_dir if run_dir is not None else os.environ.get(RUN_DIR_VARIABLE)
-        self.run_dir = None if found is None else Path(found)
+        self.run_dir = as_folder(run_dir if run_dir is not None else os.environ.get(RUN_DIR_VARIABLE))
         self._resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
         if resume and self.run_dir is None:
             raise RequestError("resume=True goes on from the checkpoints of a run directory; give run_dir=")
@@ -133,15 +138,16 @@ class Run(SavedRun):
             "unused_parameters": unused_parameters,
         }
         self._config(1)  # So that a wrong value is told of here.
-        self._keep = checkpoint or CheckpointConfig()
-        self._replicas = validate(ReplicaConfig, dict(replicas or {}), origin="shoal.Run(replicas=)")
+        check_processor(threads, deadline)
+        self._keep = as_section(CheckpointConfig, checkpoint, "checkpoint")
+        self._replicas = as_section(ReplicaConfig, replicas, "replicas")
         refuse_replica_settings(self._asked, self._replicas)
-        self._codec = validate(CompressionConfig, dict(compression or {}), origin="shoal.Run(compression=)")
-        self._telemetry = telemetry or TelemetryConfig()
+        self._codec = as_section(CompressionConfig, compression, "compression")
+        self._telemetry = as_section(TelemetryConfig, telemetry, "telemetry")
         self._deadline = ProcessConfig().collective_deadline if deadline is None else deadline
         self._threads, self._given_world = threads, world
-        self._loggers = tuple(loggers)
-        self.hooks = list(hooks)
+        self._loggers = as_loggers(loggers)
+        self.hooks = list(check_hooks(hooks))
         """Called at fixed points of training; those that are added before ``setup`` are those of its model."""
         self.stop = StopRequest()
         """This run's request to stop; ``run.stop.request("reason")`` asks all ranks to stop after the current step."""
@@ -258,6 +264,7 @@ class Run(SavedRun):
         """
         optimizer, schedulers = sort_companions(companions, model)
         refuse_functions(loss, step, has_optimizer=optimizer is not None)
+        refuse_words(data, name)
         if optimizer is None:
             model.to(self.device)
             return (model, *companions) if companions else model
@@ -268,6 +275,8 @@ class Run(SavedRun):
         label = name if name is not None else f"model{len(self._setups)}" if self._setups else ""
         refuse_sharing(self._setups, model, label, self.hooks)
         refuse_lazy(model)
+        followers = [*self.hooks, *check_hooks(hooks)]
+        refuse_unkept(followers, has_folder=self.run_dir is not None)
         refuse_other_weights(model, self.world)
         plan, train = loader.resolved.plan, self._config(loader.global_batch)
         if scored is not None and (warning := find_other_mean(model, scored, loader.source, plan=plan, train=train)):
@@ -280,7 +289,7 @@ class Run(SavedRun):
             settings=Settings(train=train, replicas=self._replicas, compression=self._codec),
             world=self.world,
             clock=self._reporter.clock,
-            hooks=[*self.hooks, *hooks],
+            hooks=followers,
             stop=self.stop,
             optimizer=optimizer,
         )
@@ -317,6 +326,8 @@ class Run(SavedRun):
                 f"a step takes a batch of run.loader(dataset, global_batch=...), and was given a {type(given).__name__}; iterate "
                 "over that loader, which takes the options of torch's DataLoader"
             )
+        if self._is_closed:
+            raise RequestError("this run is over: steps are made inside `with shoal.Run(...)`, and before run.close()")
         self._begin()
         own = self._of(model)
         with others_frozen(self._setups, own), own.calling():
@@ -426,6 +437,7 @@ class Run(SavedRun):
             split: what events call it.
             metrics: computed besides: objects, and names such as ``f1`` and ``top5``.
         """
+        check_evaluation(data, batch=batch, limit=limit)
         self._begin()
         own = self._of(model)
         source = held_out(data, self._loaders)
@@ -470,18 +482,6 @@ class Run(SavedRun):
             self._status.finish("interrupted", stop_signal=self.stop.signal_number)
         if self._checkpoints is not None and self._checkpoints.failure is not None:
             raise RunError(f"the last checkpoint could not be written: {self._checkpoints.failure}")
-
-    def _let_go(self) -> None:
-        """Threads, files and the signal, whatever else is broken."""
-        for loader in self._loaders:
-            loader.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._reporter.close()
-        IS_RUNNING.clear()
-        OPEN.clear()
-        if self._former_handler is not None:
-            signal.signal(signal.SIGTERM, self._former_handler)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,5 +1,6 @@
 """What a script's own run keeps: its checkpoints, taken and loaded by all ranks together, and its summary."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from shoal.engine.objective import describe_value
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import seed_process
 from shoal.library.loader import RunLoader
-from shoal.library.process import RunProcess
+from shoal.library.process import IS_RUNNING, OPEN, RunProcess
 from shoal.library.saving import RunCheckpoints, export_setup, import_setup, merge_states
 from shoal.library.setups import ModelSetup
 from shoal.telemetry.memory import peak_rss_bytes
@@ -42,8 +43,10 @@ class SavedRun(RunProcess):
 
     def __init__(self) -> None:
         self._checkpoints: RunCheckpoints | None = None
-        self._has_begun = self._was_loaded = False
+        self._has_begun = self._was_loaded = self._is_closed = False
         self._wants_save = False
+        self._last_looked = 0
+        """The step after which it was last asked whether a checkpoint is due."""
         self._setups: list[ModelSetup] = []
         self._loaders: list[RunLoader] = []
         self._first_loss: float | None = None
@@ -170,6 +173,8 @@ class SavedRun(RunProcess):
             RequestError: one of them is no number.
         """
         numbers = {}
+        if values is not None and not isinstance(values, Mapping):
+            raise RequestError(f"run.log takes names with numbers, and was given {values!r}; write run.log(loss=loss)")
         for name, value in {**(values or {}), **named}.items():
             try:
                 numbers[str(name)] = float(value)
@@ -189,8 +194,11 @@ class SavedRun(RunProcess):
             self._reporter.tell(message)
 
     def _between(self) -> None:
-        """Between two steps: save what a hook wanted saved."""
-        if self._wants_save and self._checkpoints is not None:
+        """Between two steps: save what a hook wanted saved, or what ``checkpoint.every`` asks for."""
+        every, step = self._keep.every, self._num_steps
+        is_due = every > 0 and step % every == 0 and step > self._last_looked
+        self._last_looked = step
+        if (self._wants_save or is_due) and self._checkpoints is not None:
             self.save()
         self._wants_save = False
 
@@ -219,7 +227,7 @@ class SavedRun(RunProcess):
             own.engine.reduction.publish()
         if len(self._setups) == 1 and (said := first.restored()) is not None:
             self._reporter.tell(said)
-        self._was_loaded = True
+        self._was_loaded, self._last_looked = True, self._num_steps
         self._reporter.tell(f"going on from step {self._num_steps}, {path}")
         return self._num_steps
 
@@ -279,6 +287,19 @@ class SavedRun(RunProcess):
         for loader, position in zip(self._loaders, kept["loaders"], strict=True):
             loader.load_state_dict(position)
         self._first_loss, self._samples = kept["first_loss"], kept["samples"]
+
+    def _let_go(self) -> None:
+        """Threads, files and the signal, whatever else is broken."""
+        for loader in self._loaders:
+            loader.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._reporter.close()
+        self._is_closed = True
+        IS_RUNNING.clear()
+        OPEN.clear()
+        if self._former_handler is not None:
+            signal.signal(signal.SIGTERM, self._former_handler)
 
     def _summarise(self) -> dict[str, Any]:
         """What ``summary.json`` says of the run. All ranks call it together."""

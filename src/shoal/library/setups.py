@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,16 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.data.batchform import arguments_of
 from shoal.data.loading.loader import StepBatch
+from shoal.engine.callbacks.monitor import BestCheckpoint
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
 from shoal.engine.objective import describe_value, with_whole_passes
 from shoal.engine.state import hash_weights
+from shoal.library.loader import RunLoader
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes of torch around a model that is trained on several devices; by name, because importing the last takes seconds."""
+_NAME = re.compile(r"[\w-]+")
 
 
 class ModelSetup:
@@ -38,6 +45,8 @@ class ModelSetup:
         self.passes_at_update = 0
         """How many of them had gone when it was last updated."""
         self.num_updates = 0
+        self.has_gradient = False
+        """The newest pass left a gradient in the optimizer's tensors on this rank."""
         self.last_loss: float | None = None
         self.last_norm: float | None = None
         self.loss_scale = engine.precision.first_loss_scale
@@ -60,6 +69,7 @@ class ModelSetup:
             if self.num_passes == 0:
                 error.add_note(self._say_inputs(batch))
             raise
+        self.has_gradient = self.holds_gradient()
         if engine.precision.scales_loss:
             self.is_overflown = not (math.isfinite(engine.unscale()) and math.isfinite(loss))
             self.loss_scale = self.loss_scale.after_step(not self.is_overflown)
@@ -74,6 +84,10 @@ class ModelSetup:
             f"{type(model).__name__} was called with {', '.join(shown) or 'nothing'}, as its data says. A dict of inputs is "
             "passed by keyword where the model's forward has parameters of these names"
         )
+
+    def holds_gradient(self) -> bool:
+        """True where any tensor of the optimizer has a gradient on this rank."""
+        return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
 
     def leave_out(self, step: int, why: str) -> str:
         """What to say of a step that is not finite and is left out.
@@ -261,6 +275,12 @@ def refuse_detours(own: ModelSetup, world: World) -> None:
                 "run.setup the loss, or step=, and call run.forward_backward(batch) or run.step(batch) once for each update"
             )
 
+        if own.has_gradient and not makes_its_own and not own.is_overflown and not own.holds_gradient():
+            raise RequestError(
+                "optimizer.step() finds no gradient: optimizer.zero_grad() was called after run.forward_backward(batch), which "
+                "forgets the batch before by itself; call zero_grad before it, or not at all"
+            )
+
     def refuse_call(*_: Any) -> None:
         if own.is_called_by_run:
             return
@@ -303,6 +323,11 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
         raise RequestError(
             f"run.setup takes an nn.Module that is built, and was given {shown}; give it an object such as Net()"
         )
+    if type(given).__name__ in _WRAPPERS and type(given).__module__.startswith("torch."):
+        raise RequestError(
+            f"run.setup takes the place of {type(given).__name__}, which would add gradients up a second time; give it the plain "
+            "module inside (model.module), and the plan says how it is laid out: dp=2, or dp=2 zero=3"
+        )
     optimizers = [one for one in companions if isinstance(one, Optimizer)]
     schedulers = [one for one in companions if not isinstance(one, Optimizer)]
     if len(optimizers) > 1:
@@ -317,9 +342,10 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
                 f"{one.__name__}({'model.parameters()' if issubclass(one, Optimizer) else 'optimizer'}, ...)"
             )
         if not (hasattr(one, "step") and hasattr(one, "state_dict")):
+            fix = "give a loss by name, loss=...; " if callable(one) else ""
             raise RequestError(
-                f"run.setup takes a model, its optimizer and its schedulers, and was given a {type(one).__name__}; a scheduler "
-                "has step() and state_dict()"
+                f"run.setup takes a model, its optimizer and its schedulers, and was given a {type(one).__name__}; {fix}a "
+                "scheduler has step() and state_dict()"
             )
         held = getattr(one, "optimizer", None)
         if isinstance(held, Optimizer) and held not in optimizers:
@@ -327,6 +353,34 @@ def sort_companions(companions: Sequence[Any], model: nn.Module) -> tuple[Optimi
                 f"the {type(one).__name__} is of another optimizer than the one it is set up with; make it from that one"
             )
     return (optimizers[0] if optimizers else None), schedulers
+
+
+def refuse_words(data: object, name: object) -> None:
+    """Refuse a loader and a name of a model that are none.
+
+    Raises:
+        RequestError: says what to give in their place.
+    """
+    if data is not None and not isinstance(data, RunLoader):
+        raise RequestError(
+            f"run.setup(data=) is a loader of the run, and was given a {type(data).__name__}; make one with run.loader(...)"
+        )
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise RequestError(
+            f"run.setup(name={name!r}) stands before names in checkpoints; give a word of letters and digits"
+        )
+
+
+def refuse_unkept(hooks: Iterable[Hook], *, has_folder: bool) -> None:
+    """Refuse to keep the best checkpoint where there is no place for one.
+
+    Raises:
+        RequestError: says what to give.
+    """
+    if not has_folder and any(isinstance(one, BestCheckpoint) for one in hooks):
+        raise RequestError(
+            "BestCheckpoint keeps checkpoints, and this run has no run_dir; give shoal.Run(run_dir=) one"
+        )
 
 
 def refuse_functions(loss: object, step: object, *, has_optimizer: bool) -> None:

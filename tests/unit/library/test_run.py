@@ -1,6 +1,7 @@
 """``shoal.Run`` in one process: what a script may ask before it sets up, and what is refused with the fix."""
 
 import re
+import tempfile
 
 import pytest
 import torch
@@ -135,6 +136,29 @@ def unpack(run):
         pass
 
 
+def zero_late(run):
+    _, optimizer = set_up(run)
+    run.forward_backward(run.loaders[0].next())
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def step_after_the_end(run):
+    set_up(run)
+    run.close()
+    run.step(run.loaders[0].next())
+
+
+def keep_the_best_nowhere(run):
+    set_up(run, hooks=[shoal.BestCheckpoint()])
+
+
+def load_a_pickle(run):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({}, f"{folder}/weights.pt")
+        shoal.load_weights(nn.Linear(8, 3), f"{folder}/weights.pt")
+
+
 def set_up_again(run):
     model, optimizer = set_up(run)
     run.setup(model, optimizer, loss=LOSS)
@@ -157,6 +181,27 @@ def set_up_again(run):
         (clip_late, r"no new gradient to clip; call it after run\.forward_backward\(batch\) and before"),
         (clip_by(-1.0), "max_norm=-1.0 is no longest norm"),
         (clip_by("1"), "max_norm='1' is no longest norm"),
+        (zero_late, r"zero_grad\(\) was called after run\.forward_backward\(batch\)"),
+        (step_after_the_end, "this run is over"),
+        (keep_the_best_nowhere, "this run has no run_dir"),
+        (load_a_pickle, "a file of torch.save, a pickle"),
+        (lambda run: run.setup(nn.DataParallel(nn.Linear(8, 3))), "takes the place of DataParallel"),
+        (lambda run: set_up(run, data=DATA), "a loader of the run, and was given a list"),
+        (lambda run: set_up(run, name="a/b"), "give a word of letters and digits"),
+        (lambda run: set_up(run, hooks=shoal.EMA()), "give a list of hooks"),
+        (lambda run: run.setup(nn.Linear(8, 3), LOSS), "given a CrossEntropyLoss; give a loss by name"),
+        (lambda run: run.loader(DATA, 8, collate_fn=shoal.PadCollate), "give one of it: PadCollate"),
+        (lambda run: run.loader(DATA, 8, weights="a"), "weights of samples must be numbers"),
+        (lambda run: set_up(run) and run.evaluate(DATA, batch=-3), r"run\.evaluate\(batch=-3\) is no number"),
+        (lambda run: set_up(run) and run.evaluate(DATA, limit=-1), r"run\.evaluate\(limit=-1\) is no number"),
+        (lambda run: run.evaluate(torch.utils.data.DataLoader(DATA)), "not a DataLoader; give loader.dataset"),
+        (lambda run: run.log(3), "takes names with numbers, and was given 3"),
+        (lambda run: shoal.find_rate(3), r"takes the shoal\.Run in which a model is set up"),
+        (lambda run: shoal.all_gather(3), "got a int; give it a tensor"),
+        (lambda run: shoal.load_weights(nn.Linear(8, 3), "nowhere", rename=["a"]), "is a dict of beginnings of names"),
+        (lambda run: shoal.EarlyStopping(mode="mix"), "mode='mix' is none"),
+        (lambda run: shoal.EMA(decay="a"), "decay 'a' is how much of the average stays"),
+        (lambda run: run.loaders[0].next()[0], "is not unpacked"),
         (unpack, "is not unpacked: write `for batch in loader`"),
         (set_up_again, "this Linear is set up already"),
         (lambda run: run.log(name="a"), r"run\.log\(name=\.\.\.\) was given a str"),
@@ -278,8 +323,46 @@ def test_an_evaluation_makes_batches_as_the_loader_does():
         ({"batch_norm": "x"}, "batch_norm"),
         ({"seed": "a"}, "seed"),
         ({"run_dir": __file__}, "cannot be made"),
+        ({"run_dir": 3}, "run_dir=3 is no path"),
+        ({"plan": shoal.Plan(dp="2")}, "a value of another type"),
+        ({"threads": 0}, "threads=0 is no number"),
+        ({"deadline": "10s"}, "deadline='10s' is no number of seconds"),
+        ({"hooks": [shoal.EMA]}, "the class EMA itself"),
+        ({"loggers": "tensorboard"}, r"loggers= is a list, and was given 'tensorboard'"),
+        ({"checkpoint": {"evry": 2}}, r"shoal\.Run\(checkpoint=\): unknown key 'evry'"),
+        ({"telemetry": {"x": 1}}, r"shoal\.Run\(telemetry=\): unknown key 'x'"),
+        ({"replicas": [1]}, r"shoal\.Run\(replicas=\) is a dict of settings or a ReplicaConfig"),
     ],
 )
 def test_a_wrong_value_of_a_run_is_one_message(wrong, words):
     with pytest.raises(shoal.RequestError, match=words), shoal.Run(**wrong):
         pass
+
+
+def test_names_of_other_libraries_say_what_does_the_same_here():
+    with shoal.Run() as run:
+        for name, fix in (
+            ("backward", r"run\.forward_backward\(batch\)"),
+            ("prepare", r"run\.setup"),
+            ("state_dikt", "did you mean 'state_dict'"),
+        ):
+            with pytest.raises(AttributeError, match=fix):
+                getattr(run, name)
+        assert not hasattr(run, "nothing_like_it")
+
+
+def test_checkpoints_are_written_by_themselves_every_so_many_steps(tmp_path):
+    """``checkpoint.every`` means in a script what it means in a recipe, also after a resume, and nothing is written twice."""
+    for resume, wanted in ((False, [0, 0, 1, 1]), (True, [2, 2, 3, 3])):
+        settings = {"every": 2, "keep": 9, "background": False}
+        with shoal.Run(run_dir=tmp_path, resume=resume, checkpoint=settings) as run:
+            loader = run.loader(DATA, global_batch=8)
+            set_up(run)
+            found = []
+            for batch in loader.steps(4):
+                found.append(len(list((tmp_path / "checkpoints").glob("step-*"))))
+                run.step(batch)
+        assert found == wanted
+    names = sorted(one.name for one in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
+    assert (tmp_path / "events" / "rank-000.jsonl").read_text().count('"checkpoint_saved"') == 4

@@ -105,6 +105,10 @@ class StepBatch:
             "loader`, and give it whole to run.forward_backward(batch) or run.step(batch); a step= function gets it unpacked"
         )
 
+    def __getitem__(self, _: object) -> NoReturn:
+        """It has no parts to take: see ``__iter__``."""
+        self.__iter__()
+
     @property
     def rounds(self) -> tuple["StepBatch | None", ...]:
         """What this rank reads in each round of the step: one, where no replica is absent."""

@@ -102,7 +102,10 @@ class Weighted:
     def __init__(
         self, weights: Any, *, seed: int, num_data: int, num_samples: int | None = None, replacement: bool = True
     ) -> None:
-        found = np.asarray(weights, dtype=np.float64).reshape(-1)
+        try:
+            found = np.asarray(weights, dtype=np.float64).reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"weights of samples must be numbers, one for each sample ({error})") from error
         num_samples = num_data if num_samples is None else num_samples
         if len(found) != num_data:
             raise RequestError(

@@ -49,9 +49,9 @@ class EMA(Hook):
     needs_every_step = True
 
     def __init__(self, decay: float = 0.999, *, start: int = 0, every: int = 1, evaluate: bool = True) -> None:
-        if not 0 <= decay < 1:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise RequestError(
-                f"decay {decay} is how much of the average stays; it must be from 0 to below 1, such as 0.999"
+                f"decay {decay!r} is how much of the average stays; it must be from 0 to below 1, such as 0.999"
             )
         if start < 0 or every < 1:
             raise RequestError(

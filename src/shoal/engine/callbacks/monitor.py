@@ -29,8 +29,10 @@ class EarlyStopping(Hook):
     def __init__(
         self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: Mode | None = None
     ) -> None:
-        if patience < 1:
-            raise RequestError(f"patience {patience} counts evaluations without an improvement; it must be at least 1")
+        if not isinstance(patience, int) or patience < 1:
+            raise RequestError(
+                f"patience {patience!r} counts evaluations without an improvement; it must be at least 1"
+            )
         if not 0 <= min_delta < math.inf:
             raise RequestError(f"min_delta {min_delta} is by how much a value must be better; it must be at least 0")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
@@ -96,8 +98,8 @@ class BestCheckpoint(Hook):
     name = "best_checkpoint"
 
     def __init__(self, metric: str = "loss", *, mode: Mode | None = None, keep: int = 1) -> None:
-        if keep < 1:
-            raise RequestError(f"keep {keep} is how many of the best checkpoints stay; it must be at least 1")
+        if not isinstance(keep, int) or keep < 1:
+            raise RequestError(f"keep {keep!r} is how many of the best checkpoints stay; it must be at least 1")
         self.metric, self.mode, self.num_kept = metric, mode_of(metric, mode), keep
         self.best: list[tuple[float, int]] = []
         """Value and step of the best checkpoints, the best first; of equal ones the earlier comes first."""
