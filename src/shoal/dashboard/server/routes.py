@@ -11,8 +11,14 @@ from shoal.dashboard.runs.run import Run
 from shoal.dashboard.server.access import Access
 from shoal.dashboard.server.pages import list_pages, type_of
 from shoal.dashboard.server.updates import Changes, TooMany, Updates
+from shoal.dashboard.views.agreement import agreement_answer
+from shoal.dashboard.views.compare import MOST_RUNS, compare_answer
 from shoal.dashboard.views.curves import curve_answer
+from shoal.dashboard.views.logs import PIECE, log_answer
 from shoal.dashboard.views.overview import run_answer, runs_answer
+from shoal.dashboard.views.ranks import ranks_answer
+from shoal.dashboard.views.story import story_answer
+from shoal.dashboard.views.timeline import timeline_answer
 from shoal.serve.http import Request, Response
 
 _SAFETY = {
@@ -97,6 +103,8 @@ class Routes:
             if path == "/api/runs":
                 offset = int(number_in(query, "offset", 0))
                 return _json(runs_answer(self._folder, self._changes.rows, now, offset))
+            if path == "/api/compare":
+                return self._compare(query, now)
             _, _, rest = path.partition("/api/run/")
             name, _, view = rest.partition("/")
             run = self._folder.runs.get(name)
@@ -104,6 +112,15 @@ class Routes:
                 return _error(404, "there is no such run, or no such address")
             found = run_answer(run, now) if not view else RUN_VIEWS[view](run, query) if view in RUN_VIEWS else None
             return _error(404, "this run has nothing of that name") if found is None else _json(found)
+
+    def _compare(self, query: Query, now: float) -> Response:
+        ids = [name for name in query.get("ids", "").split(",") if name]
+        if not 2 <= len(ids) <= MOST_RUNS:
+            raise BadQuery(f"{len(ids)} runs were given; 2 to {MOST_RUNS} can be compared")
+        runs = [self._folder.runs[name] for name in ids if name in self._folder.runs]
+        if len(runs) < len(ids):
+            return _error(404, "one of these runs is not there")
+        return _json(compare_answer(runs, now))
 
 
 class BadQuery(Exception):
@@ -149,7 +166,44 @@ def _curve(run: Run, query: Query) -> dict[str, Any] | None:
     )
 
 
-RUN_VIEWS: dict[str, RunView] = {"curve": _curve}
+def _ranks(run: Run, query: Query) -> dict[str, Any] | None:
+    bins = int(number_in(query, "bins", 120))
+    return ranks_answer(run, first=limit_in(query, "from"), last=limit_in(query, "to"), bins=bins)
+
+
+def _timeline(run: Run, query: Query) -> dict[str, Any] | None:
+    step, rank = limit_in(query, "step"), limit_in(query, "rank")
+    return timeline_answer(run, None if step is None else int(step), None if rank is None else int(rank))
+
+
+def _agreement(run: Run, query: Query) -> dict[str, Any] | None:
+    return agreement_answer(run)
+
+
+def _story(run: Run, query: Query) -> dict[str, Any] | None:
+    return story_answer(
+        run,
+        time.time(),
+        level=query.get("level", "info"),
+        search=query.get("search", ""),
+        after=int(number_in(query, "after", 0)),
+        kind=query.get("kind", ""),
+    )
+
+
+def _log(run: Run, query: Query) -> dict[str, Any] | None:
+    at = int(number_in(query, "at", -PIECE))
+    return log_answer(run, query.get("name", ""), at, query.get("search", "")[:200])
+
+
+RUN_VIEWS: dict[str, RunView] = {
+    "curve": _curve,
+    "ranks": _ranks,
+    "timeline": _timeline,
+    "agreement": _agreement,
+    "story": _story,
+    "log": _log,
+}
 """What follows a run's id in an address."""
 
 

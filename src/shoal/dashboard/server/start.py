@@ -124,7 +124,11 @@ async def _run(request: DashRequest, token: str | None, say: Callable[[str], Non
         Routes(folder, access, changes, updates, lambda: say(f"a browser came in; for another one: {address()}"))
     )
     folder.find()
-    follower = Follower(folder, changes, lambda messages: loop.call_soon_threadsafe(updates.publish, messages))
+
+    def tell(messages: list[tuple[str, dict[str, Any]]]) -> None:
+        loop.call_soon_threadsafe(updates.publish, messages)
+
+    follower = Follower(folder, changes, tell)
     if request.port not in (0, port):
         say(f"port {request.port} is in use; this is the next one that is free")
     if not folder.runs:

@@ -65,7 +65,7 @@ def _ticks(run: Run, curve: Curve, axis: str, x: np.typing.NDArray[np.float64]) 
         return []
     # What every rank says alike is said once, by the one that stands for the run.
     files = [file for file in (run.lead(), run.files.get("supervisor.jsonl")) if file is not None]
-    ticks = []
+    ticks: list[dict[str, Any]] = []
     for event in (event for file in files for event in file.events(*_TICK_KINDS)):
         kind = event["kind"]
         if kind == "run_started" and not (event.get("generation") or event.get("step")):
