@@ -16,6 +16,10 @@ _SMALL_BYTES = 4 << 20
 _TAIL_BYTES = 256
 
 
+# What a value of another type or size than was thought of raises, where a stranger's file is looked into.
+STRANGE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
+
+
 class Refused(Exception):
     """A file that is not read, and why."""
 

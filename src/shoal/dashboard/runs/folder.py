@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal.dashboard.runs.cache import ColumnCache
-from shoal.dashboard.runs.files import list_inside
+from shoal.dashboard.runs.files import STRANGE, list_inside
 from shoal.dashboard.runs.run import Run
 
 _MARKS = ("recipe.toml", "plan.json", "summary.json", "live.json")
@@ -41,6 +41,8 @@ class RunFolder:
         """Folders that are not looked into, and why."""
         self.gone: list[str] = []
         """Ids of runs whose folders were removed."""
+        self.strange: dict[str, str] = {}
+        """Runs that could not be read to their end, and what was raised."""
         self._found_at = float("-inf")
         self._looked_at: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -118,5 +120,10 @@ class RunFolder:
             if self._waiting:
                 time.sleep(0.001)
             with self._lock:
-                if next(steps, self) is self:
+                try:
+                    if next(steps, self) is self:
+                        return
+                except STRANGE as error:
+                    # Nobody else's run shall stop being followed for it.
+                    self.strange[run.id] = f"{type(error).__name__}: {error}"
                     return

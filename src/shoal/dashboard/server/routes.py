@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.dashboard.runs.files import STRANGE
 from shoal.dashboard.runs.folder import RunFolder
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.server.access import Access
@@ -74,6 +75,8 @@ class Routes:
             return self._api(request.path, request.query)
         except BadQuery as error:
             return _error(400, str(error))
+        except STRANGE as error:
+            return _error(500, f"this run's files hold what cannot be shown ({type(error).__name__})")
 
     def _enter(self, query: Query) -> Response:
         cookie = self._access.enter(query.get("code", ""))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.dashboard.runs.eventfile import EventFile
+from shoal.dashboard.runs.files import STRANGE
 from shoal.dashboard.runs.folder import RunFolder
 from shoal.dashboard.runs.pyramid import finite_list
 from shoal.dashboard.runs.run import Run
@@ -133,22 +134,10 @@ class Changes:
         messages: list[tuple[str, dict[str, Any]]] = []
         changed: list[dict[str, Any]] = []
         for run in list(self._folder.runs.values()):
-            old = self.rows.get(run.id)
-            is_same = self._versions.get(run.id) == run.version
-            # What ends well stays as it is; what runs may fall silent without a word.
-            if is_same and old is not None and old["status"] not in ("running", "silent"):
-                continue
-            if is_same and old is not None:
-                row = run_row(run, now) if run.live is not None or old["status"] == "running" else old
-            else:
-                row = run_row(run, now)
-                points = self._points(run)
-                if points is not None and old is not None:
-                    messages.append(("run", points))
-            self._versions[run.id] = run.version
-            if old is None or _without_time(row) != _without_time(old):
-                changed.append(row)
-            self.rows[run.id] = row
+            try:
+                self._compare(run, now, changed, messages)
+            except STRANGE as error:
+                self._folder.strange[run.id] = f"{type(error).__name__}: {error}"
         for known in [known for known in self.rows if known not in self._folder.runs]:
             del self.rows[known]
             self._versions.pop(known, None)
@@ -157,7 +146,27 @@ class Changes:
         self._folder.gone.clear()
         return [*(("runs", {"runs": rows, "now": now}) for rows in _parts(changed)), *messages]
 
-    def _points(self, run: Run) -> dict[str, Any] | None:
+    def _compare(
+        self, run: Run, now: float, changed: list[dict[str, Any]], messages: list[tuple[str, dict[str, Any]]]
+    ) -> None:
+        """Add to the rows that changed, and to the messages, what is new of a run."""
+        old = self.rows.get(run.id)
+        is_same = self._versions.get(run.id) == run.version
+        # What ended or is silent stays as it is; what runs may fall silent without a word.
+        if is_same and old is not None and old["status"] != "running":
+            return
+        self._versions[run.id] = run.version
+        row = run_row(run, now)
+        if old is None:
+            # From here on: what there is already is fetched by whoever opens the run.
+            self._points(run)
+        elif not is_same:
+            messages.append(("run", self._points(run)))
+        if old is None or _without_time(row) != _without_time(old):
+            changed.append(row)
+        self.rows[run.id] = row
+
+    def _points(self, run: Run) -> dict[str, Any]:
         """New points of a run's main curves, and how its ranks are."""
         lead = run.lead()
         answer: dict[str, Any] = {"id": run.id, "step": step_of(run), "rank_states": rank_states(run), "curves": {}}

@@ -105,6 +105,8 @@ def runs_answer(folder: RunFolder, rows: Mapping[str, dict[str, Any]], now: floa
     end = max(offset, 0) + len(kept)
     skipped = [{"name": text(name, 300), "reason": reason} for name, reason in list(folder.skipped.items())[:50]]
     for run in folder.runs.values():
+        if run.id in folder.strange:
+            skipped.append({"name": text(run.name, 300), "reason": text(folder.strange[run.id], 200)})
         if len(skipped) < 200:
             skipped += [
                 {"name": text(f"{run.name}/{name}", 300), "reason": text(reason, 200)}

@@ -72,15 +72,13 @@ def test_memory_traffic_and_forecast_are_side_by_side(tmp_path):
         "traffic": {"0": {"dp all_reduce": [1, 1000]}, "1": {"dp all_reduce": [1, 1000]}},
     }  # fmt: skip
     for rank in range(2):
-        memory = {
-            f"{name}_bytes": draw.randrange(10**6)
-            for name in ("weights", "gradient", "optimizer", "other", "rss", "peak_rss")
-        }
+        parts = ("weights", "gradient", "optimizer", "other", "rss", "peak_rss")
+        memory = {f"{part}_bytes": draw.randrange(10**6) for part in parts}
         events = [
             {"t": 2.0, "rank": rank, "kind": "memory", "step": 10, **memory},
             {"t": 2.0, "rank": rank, "kind": "axis_traffic", "step": 10, "rows": {"dp all_reduce": [10, 9000, 0.5]}},
-            {"t": 2.0, "rank": rank, "kind": "placed", "host": "h", "device": "cpu", "local_rank": rank, "coordinates": {"dp": rank},
-             "threads": 1, "pid": 1},
+            {"t": 2.0, "rank": rank, "kind": "placed", "host": "h", "device": "cpu", "local_rank": rank,
+             "coordinates": {"dp": rank}, "threads": 1, "pid": 1},
         ]  # fmt: skip
         with (path / "events" / f"rank-{rank:03d}.jsonl").open("a") as file:
             file.writelines(json.dumps(event) + "\n" for event in ([forecast] if rank == 0 else []) + events)
