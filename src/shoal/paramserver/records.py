@@ -5,11 +5,15 @@ read the same ones.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from shoal.paramserver.receipts import EpochClosed
+
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 Read: TypeAlias = tuple[int, ...]
 """The version of each shard in the weights that somebody works with. Shards are pulled one by one, so they may differ."""
 
@@ -59,6 +63,8 @@ class PushRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"units": "po
     """Seconds of its time that were no work: the random wait of ``half``. They are left out of the worker's mean step time."""
     steps: float = 1.0
     """Local steps that it is the direction of, or what they are worth (``local.effective_steps``); 1: it is a gradient."""
+    rows: tuple[tuple[int, str], ...] = ()
+    """Of each work unit: its samples, and the sum of their hashes, for the receipt of the epoch (``paramserver/receipts.py``)."""
     num_duplicates: int = 0
     """Of a step that is made from outside (``UpdateLog.advance``): work units of its batches that a second worker was given
     too."""
@@ -75,6 +81,8 @@ class PushRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"units": "po
             number = getattr(self, name)
             if not math.isfinite(number) or number < 0:
                 return f"its {name} is {number:g}, and must be finite and not below 0"
+        if any(count < 0 or _DIGEST.fullmatch(digest) is None for count, digest in self.rows):
+            return f"the rows of its work units are {str(self.rows)[:80]}, and are counts and sums of 32 hexadecimal digits"
         return None
 
 
@@ -104,6 +112,8 @@ class Update:
     """Of the weights that each entry was computed with."""
     units: tuple[tuple[int, ...], ...] = ()
     """That each entry covers."""
+    epochs: tuple[EpochClosed, ...] = ()
+    """That are complete with it."""
 
 
 # What the update log answers to each input, as values: the server sends them on, and acts on what changed.

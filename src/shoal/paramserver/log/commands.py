@@ -162,4 +162,5 @@ def update_log_after(steps_done: int, update_log: UpdateLog, *, updates_per_step
     """An empty update log as it would be after so many whole steps."""
     plain = update_log.export()
     plain["portions"] = {**plain["portions"], "opened": steps_done}
+    plain["receipts"] = {**plain["receipts"], "first": steps_done * update_log.workers}
     return UpdateLog.restore({**plain, "trimmed": steps_done * updates_per_step})

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.paramserver.records import Answer, Committed, Dropped, Duplicate, Refused
+
 
 class WorkQueue:
     """Who does what. Plain state, no clock: times are what the caller says."""
@@ -178,3 +180,14 @@ class Member:
         count = self.num_timed + 1
         mean = self.step_seconds + (seconds - self.step_seconds) / min(count, _MEAN_OVER)
         return replace(self, num_timed=count, step_seconds=mean)
+
+
+def answer_again(outcome: int) -> Answer:
+    """What a worker is told that commits a push once more."""
+    if outcome == DUPLICATE:
+        return Duplicate()
+    if outcome == DROPPED:
+        return Dropped(age=None)
+    if outcome == REFUSED:
+        return Refused(reason="it was refused before, and a number is used once")
+    return Committed(update=outcome, is_again=True)

@@ -24,6 +24,7 @@ from shoal.paramserver.consistency import Aggregate, Lateness
 from shoal.paramserver.log import queue as members
 from shoal.paramserver.log.ownshares import OwnShares
 from shoal.paramserver.log.queue import Member, WorkQueue
+from shoal.paramserver.receipts import UnitReceipts
 from shoal.paramserver.records import (
     NOTHING,
     Answer,
@@ -62,6 +63,7 @@ class UpdateLog:
         aggregate: Aggregate = "average",
         mean_steps: float = 1.0,
         own_seconds: float = 0.0,
+        units_per_epoch: int = 0,
     ) -> None:
         """Open an empty update log.
 
@@ -77,6 +79,7 @@ class UpdateLog:
             aggregate: what the pushes of an update count.
             mean_steps: local steps of a work unit, over all workers of the plan.
             own_seconds: how long the shares of workers wait for those that have not come; 0: nobody has own ones.
+            units_per_epoch: work units whose rows are an epoch, of which there is a receipt; 0: of none.
         """
         self.rule = rule.resolve(workers)
         self.workers = workers
@@ -86,6 +89,7 @@ class UpdateLog:
         self.aggregate = aggregate
         self.mean_steps = mean_steps
         self.own_shares = OwnShares(workers=workers, seconds=own_seconds)
+        self.receipts = UnitReceipts(units_per_epoch=units_per_epoch)
         self.memory = ""
         """What whoever makes the steps from outside has to remember (``advance``)."""
         self.num_duplicates = 0
@@ -225,7 +229,7 @@ class UpdateLog:
             return Refused(reason=f"worker {worker} is not a member; its push {push.number} is discarded")
         known = member.outcome(push.number)
         if known is not None:
-            return _answer_again(known)
+            return members.answer_again(known)
         if push.number < member.oldest:
             # It may have been kept or not; so the shards are told nothing of it.
             text = f"its number {push.number} is below {member.oldest}, the oldest of this worker that is remembered"
@@ -320,6 +324,7 @@ class UpdateLog:
             "aggregate": self.aggregate,
             "mean_steps": self.mean_steps,
             "own_shares": self.own_shares.export(),
+            "receipts": self.receipts.export(),
             "memory": self.memory,
             "duplicates": self.num_duplicates,
             "dropped": self.num_dropped,
@@ -350,6 +355,8 @@ class UpdateLog:
         update_log.num_duplicates, update_log.num_dropped = data["duplicates"], data["dropped"]
         update_log.memory = data["memory"]
         update_log.own_shares = OwnShares.restore(data.get("own_shares", {}), units.workers)
+        if "receipts" in data:
+            update_log.receipts = UnitReceipts.restore(data["receipts"])
         update_log._units = units
         update_log._members = msgspec.convert(data["members"], dict[str, Member])
         update_log._gone = list(data["gone"])
@@ -415,6 +422,8 @@ class UpdateLog:
             return f"it covers {len(units)} work units, and under {self.rule} every work unit is a push of its own"
         if push.odd is not None:
             return push.odd
+        if self.receipts.units_per_epoch and len(push.rows) != len(units):
+            return f"it says the rows of {len(push.rows)} of its {len(units)} work units"
         if push.version > self.closed:
             return f"it read version {push.version}, and there are only {self.closed}"
         foreign = [
@@ -478,6 +487,7 @@ class UpdateLog:
             staleness=max(number - one.version for one in entries),
             dropped=tuple(self._unused),
             settled=self.num_settled + sum(len(one.units) for one in entries),
+            epochs=tuple(closed for one in entries for closed in self.receipts.add(one.units, one.rows)),
         )
         gone = {one.identity for one in entries}
         self._pending = [one for one in self._pending if one.identity not in gone]
@@ -487,14 +497,3 @@ class UpdateLog:
         for worker in {one.worker for one in entries} & self._members.keys():
             self._members[worker] = replace(self._members[worker], need=number + 1)
         return record
-
-
-def _answer_again(outcome: int) -> Answer:
-    match outcome:
-        case members.DUPLICATE:
-            return Duplicate()
-        case members.DROPPED:
-            return Dropped(age=None)
-        case members.REFUSED:
-            return Refused(reason="it was refused before, and a number is used once")
-    return Committed(update=outcome, is_again=True)

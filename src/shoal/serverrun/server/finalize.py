@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.mesh import build_mesh
 from shoal.comm.world import World
-from shoal.core.events import StepDone
+from shoal.core.events import EpochReceipt, StepDone
 from shoal.core.place import Place
 from shoal.core.plan import Plan
 from shoal.core.rundir import replace_text
@@ -52,6 +52,7 @@ def evaluate_last_checkpoint(run_dir: Path, *, with_evaluation: bool) -> dict[st
     return {
         "steps": run.step,
         "skipped_steps": 0,
+        "epochs_proved": len({event["epoch"] for event in read_events(run_dir, EpochReceipt.kind) if event["ok"]}),
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "validation_loss": found.loss if found is not None else None,

@@ -6,9 +6,11 @@ import math
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 
 from shoal.core.events import (
     CheckpointFailed,
+    EpochReceipt,
     Event,
     GradientRefused,
     RunEnded,
@@ -17,9 +19,11 @@ from shoal.core.events import (
     WentBack,
 )
 from shoal.data.order import position_of
+from shoal.data.receipt import Counted, hash_range, refuse_difference
 from shoal.elastic.view import View
 from shoal.engine.reporting import Reporter
 from shoal.paramserver.messages import FINISHED, Halt
+from shoal.paramserver.receipts import EpochClosed
 from shoal.paramserver.records import PushId, Update
 from shoal.paramserver.server.server import Server
 from shoal.serverrun.notices import describe_refusal, describe_rollback
@@ -40,6 +44,7 @@ class ServerRecorder:
         self._spec = spec
         self._source = source
         self._reporter = reporter
+        self._expected: Counted | None = None
         self._saver = ServerCheckpointer(
             spec.kept_dir,
             config=spec.recipe.checkpoint,
@@ -97,6 +102,8 @@ class ServerRecorder:
         if math.isfinite(made.loss):
             self._saver.take(made.versions)
         step = made.settled // self._spec.plan.num_shares
+        for closed in made.epochs:
+            await self._settle(server, closed)
         if not self._spec.rule.is_stepwise or made.num_duplicates:
             self._untold.append(self._update_applied(server, made))
         if step > self._reported:
@@ -108,6 +115,36 @@ class ServerRecorder:
                 self._reporter.step(told) if isinstance(told, StepDone) else self._reporter.event(told)
         if cut is not None:
             await self._save(server, cut)
+
+    async def _settle(self, server: Server, closed: EpochClosed) -> None:
+        """The end of an epoch: its work units must be every sample once.
+
+        Raises:
+            RequestError: they are not; every server finds the same, so it ends the run.
+        """
+        counted = closed.counted
+        event = EpochReceipt(
+            epoch=closed.epoch, rows=counted.rows, ok=None, sum=f"{counted.total:032x}", reason=closed.reason
+        )
+        expected = None
+        if not closed.reason:
+            expected = await asyncio.to_thread(self._whole)
+            total = f"{expected.total:032x}"
+            event = replace(event, ok=counted == expected, expected_rows=expected.rows, expected=total)
+        if server.log_leader is not None:
+            self._reporter.event(event)
+        if expected is not None:
+            with ends_the_run():
+                refuse_difference(closed.epoch, counted, expected)
+
+    def _whole(self) -> Counted:
+        """Every sample of the data once; found when it is needed, and kept."""
+        if self._expected is None:
+            train = self._source.data.train
+            total = getattr(train, "row_hashes", None)
+            total = hash_range(range(len(train))) if total is None else total
+            self._expected = Counted(rows=len(train), total=total)
+        return self._expected
 
     def _update_applied(self, server: Server, made: Update) -> UpdateApplied:
         view, lr, entries = server.contact.view, self._source.rate(made.number), made.entries

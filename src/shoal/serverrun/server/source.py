@@ -1,6 +1,7 @@
 """What a server makes its shards and its update log of: the model as it is built, or the newest checkpoint."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.place import Place
 from shoal.core.rundir import RunDir
 from shoal.data.source import Splits
+from shoal.engine.batches.receipt import why_no_receipt
 from shoal.engine.resolve import count_steps, count_updates, updates_per_step
 from shoal.engine.state import draw_outline, named_weights
 from shoal.optim.build import build_optimizer, decide_groups
@@ -170,6 +172,14 @@ class ShardSource:
         every = self.spec.recipe.checkpoint.every
         return CommandLog(self._make_update_log(), cut_every=every * self.spec.plan.num_shares)
 
+    def _units_per_epoch(self) -> int:
+        """Work units of an epoch of which there is a receipt; 0 where there is none: L-BFGS takes whole batches in parts of any
+        size, and what has no "once each" has none anywhere."""
+        train = self.data.train
+        if self.spec.rule.kind == "lbfgs" or why_no_receipt(train):
+            return 0
+        return math.ceil(len(train) / self.spec.recipe.train.global_batch) * self.spec.plan.num_shares
+
     @property
     def _keeps_residuals(self) -> bool:
         codec = push_codec(self.spec, self.model, self.total_steps)
@@ -187,6 +197,7 @@ class ShardSource:
             warm_start=config.warm_start,
             aggregate=config.aggregate,
             mean_steps=sum(map(config.own_steps, range(shares))) / shares,
+            units_per_epoch=self._units_per_epoch(),
             own_seconds=_OWN_SECONDS if saves_residuals(spec) and self._keeps_residuals else 0.0,
         )
         if self.start is None:
@@ -196,4 +207,5 @@ class ShardSource:
             again = restart_update_log(self.start.update_log, rule=str(spec.rule), workers=shares, steps=self.num_steps)
         if again is not None:
             again.own_shares = update_log.own_shares
+            again.receipts = again.receipts.going_on(self._units_per_epoch(), again.num_settled)
         return again or update_log_after(self.start.step, update_log, updates_per_step=updates_per_step(self.spec.plan))

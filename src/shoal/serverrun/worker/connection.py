@@ -259,6 +259,7 @@ def describe(worker: str, unit: WorkUnit, computed: Computed, *, read: Read, wai
         version=min(read),
         waited=waited,
         steps=computed.steps,
+        rows=(computed.result.rows,),
     )
 
 

@@ -156,6 +156,7 @@ class Gathered:
         """What the update log is told of the gathered; the next one begins empty."""
         assert gathered.num_gradients == len(self._done), "a gathered has the gradients of the work units that are held"
         results = [result for _, result in self._done]
+        rows = tuple(result.rows for _, result in sorted(self._done, key=lambda done: done[0].number))
         weight = sum(result.weight for result in results)
         push = PushRecord(
             worker=worker,
@@ -165,6 +166,7 @@ class Gathered:
             weight=weight,
             loss=sum(result.mean_loss * result.weight for result in results) / weight if weight else 0.0,
             version=gathered.version,
+            rows=rows,
         )
         self._done = []
         return push

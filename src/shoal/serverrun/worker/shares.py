@@ -6,12 +6,13 @@ samples of a share are a function of (seed, step, share), and so is its dropout.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shoal.data.loading.loader import Microbatch, StepBatch
 from shoal.data.order import Ids, own_microbatches, permute, position_of, take
+from shoal.data.receipt import Counted
 from shoal.data.source import Source
 from shoal.engine.model import ParallelModel
 from shoal.paramserver.config import span_of
@@ -28,13 +29,22 @@ class ShareResult:
     """Items that its mean loss is over."""
     mean_loss: float
     """Over the share's own items."""
+    counted: Counted = field(default_factory=Counted)
+    """Which samples they are, for the receipt of the epoch."""
+
+    @property
+    def rows(self) -> tuple[int, str]:
+        """The samples as a push says them."""
+        return self.counted.rows, f"{self.counted.total:032x}"
 
     @classmethod
     def joined(cls, parts: "Sequence[ShareResult]") -> "ShareResult":
         """Of parts of a share, each of which was its own mean."""
         weight = sum(part.weight for part in parts)
         loss = sum(part.mean_loss * part.weight for part in parts) / weight if weight else 0.0
-        return cls(loss=loss, samples=sum(part.samples for part in parts), weight=weight, mean_loss=loss)
+        counted = sum((part.counted for part in parts), Counted())
+        samples = sum(part.samples for part in parts)
+        return cls(loss=loss, samples=samples, weight=weight, mean_loss=loss, counted=counted)
 
 
 class ShareRunner:
@@ -94,6 +104,7 @@ class ShareRunner:
             samples=sum(len(microbatch.sample_ids) for microbatch in batch.microbatches),
             weight=batch.local_weight,
             mean_loss=loss * batch.total_weight / batch.local_weight if batch.local_weight else 0.0,
+            counted=_count(batch),
         )
 
     @property
@@ -147,3 +158,8 @@ class ShareRunner:
         if self._weighed is None or self._weighed[0] != key:
             self._weighed = key, max(1.0, float(self._source.collate(ids).weight))
         return self._weighed[1]
+
+
+def _count(batch: StepBatch) -> Counted:
+    """The samples that are trained on: those of the microbatches, not those that were asked for."""
+    return sum((Counted.of(np.asarray(one.sample_ids)) for one in batch.microbatches), Counted())
