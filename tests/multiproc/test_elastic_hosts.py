@@ -102,6 +102,14 @@ def test_four_replicas_on_two_hosts(shoal, mortal, zero, death):
 
 
 @pytest.mark.soak
+def test_a_rank_may_die_when_the_ranks_of_a_view_have_just_connected(shoal, mortal):
+    """The others have a group already, which they must leave before they meet anew."""
+    _, summary = check(shoal, mortal, "dp=4", "rank 3@5:gradients;rank 2@2:connected", views=2, per_host=2)
+    assert len(read_views(shoal)) == 3, "that of epoch 2 was never entered"
+    assert summary["elastic"]["paused_seconds"] < 20
+
+
+@pytest.mark.soak
 def test_a_stopped_host_is_done_without_after_its_lease(shoal, mortal):
     done, _ = check(shoal, mortal, "dp=2", "rank 1@5:microbatch:host-stop", views=2)
     assert "host localhost" in done.stderr and ("elastic.lease_seconds 3" in done.stderr or "silent" in done.stderr)

@@ -104,6 +104,19 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_its_host_is_named(tmp
     assert "the remote shell died of signal 9" in outcome.culprit.cause
 
 
+def test_a_process_that_ssh_leaves_behind_with_its_standard_error_keeps_nobody_waiting(tmp_path: Path) -> None:
+    (tmp_path / "localhost.stays").touch()
+    struck: list[float] = []
+
+    def strike_agent(states: Sequence[StatusReading]) -> None:
+        struck.append(time.monotonic())
+        os.kill(agent_pid(tmp_path, "localhost"), signal.SIGKILL)
+
+    outcome = run_on_hosts(tmp_path, WAITING, strike(strike_agent))
+    assert outcome.culprit is not None and outcome.culprit.host == "localhost"
+    assert time.monotonic() - struck[0] < 10, "it lives for 20 s"
+
+
 def test_a_silent_host_is_named_within_its_lease(tmp_path: Path) -> None:
     stopped: list[float] = []
 

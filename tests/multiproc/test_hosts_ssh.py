@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from support.processes.command import wait_until
-from support.processes.network_namespaces import Network, built_network
+from support.processes.network_namespaces import Network, built_network, ip
 
 pytestmark = pytest.mark.soak
 ROOT = Path(__file__).parents[2]
@@ -143,6 +143,21 @@ def test_a_pulled_cable_is_named_within_the_lease(cluster: Cluster) -> None:
         cluster.network.set_link("b", "up")
     assert code == 1 and time.monotonic() - started < 12
     assert f"rank 1 on host {HOSTS['b']}" in text and "no sign of life for 4" in text
+
+
+def test_hosts_that_drop_what_comes_from_each_other_are_named_before_the_first_step(cluster: Cluster) -> None:
+    """As behind a firewall: the command reaches both."""
+    at = {"a": HOSTS["b"], "b": HOSTS["a"]}
+    for host, other in at.items():
+        ip("-n", cluster.network.spaces[host], "neigh", "replace", other, "lladdr", "02:00:00:00:00:01", "dev", "eth")
+    started = time.monotonic()
+    try:
+        code, text = cluster.end(cluster.start("dropped"), "dropped")
+    finally:
+        for host, other in at.items():
+            ip("-n", cluster.network.spaces[host], "neigh", "del", other, "dev", "eth")
+    assert code == 1 and time.monotonic() - started < 50
+    assert f"host a ({HOSTS['a']}) does not reach b ({HOSTS['b']}): no answer within 10 s" in text
 
 
 @pytest.mark.parametrize(("host", "plan"), [("b", "dp=2"), ("a", "dp=2"), ("b", "dp=2 zero=2")])

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch types these names only there
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from shoal.comm.interface import VARIABLE, choose_interface, own_address
 from shoal.comm.interruption import is_interruptible
 from shoal.comm.leaving.connecting import abortable_connecting
 from shoal.comm.leaving.connections import noted_connections
+from shoal.comm.network.interface import VARIABLE, address_of, choose_interface, own_address
+from shoal.comm.network.ways import check_ways, spans_hosts
 from shoal.comm.packetfilter import drop_everybody, sealed_listeners
 from shoal.comm.store.agentstore import AgentStore
 from shoal.core.errors import RunError
@@ -34,7 +35,7 @@ _KEPT: list[Store] = []
 _LISTENING: list[int] = []
 """The socket on which this process serves that store."""
 
-_NO_WAY = ("Network is unreachable", "No route to host")
+_NO_WAY = ("Network is unreachable", "No route to host", "Operation not permitted", "Connection timed out")
 """What the system says where a host has no way to another one, and what no rank's death looks like."""
 
 
@@ -143,6 +144,9 @@ def join_world(
         # A prefix for every time that this process joins: a second group must not find the addresses of the first.
         store = PrefixStore(f"join-{next(_JOINED)}", open_store(place, timeout))
     store.set_timeout(timeout)
+    # Ranks that are assembled anew have their own way to find out whom they do not reach.
+    if spans_hosts(place) and not is_interruptible():
+        check_ways(place, store, address_of(os.environ.get(VARIABLE, "")))
     try:
         with noted_connections(), sealed_listeners(), abortable_connecting():
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)

@@ -42,7 +42,7 @@ def examine_hosts(fleet: Fleet) -> list[Check]:
 
 
 def _examine(coordinator: Coordinator, fleet: Fleet) -> list[Check]:
-    problems = coordinator.reach()
+    problems = coordinator.reach(awaits_all=True)
     checks = [
         judge(f"host {one.name}", _describe(one.hello), values={}, wrong=problems.get(one.name, ""))
         for one in coordinator.connections

@@ -16,6 +16,7 @@ WINDOW = 20
 """Steps that are looked at, the newest ones."""
 LEAST = 5
 """With fewer steps nothing is said."""
+_LEAST_SECONDS = 1e-6
 _TRIM = 0.2
 """The share of ratios that is left out at either end."""
 
@@ -60,7 +61,8 @@ def find_stragglers(steps: Sequence[Mapping[str, Phases]], *, factor: float) -> 
         steps: what kept each rank busy, step by step; each of a view's ranks at each of its steps.
         factor: from which on a rank is named (``elastic.straggler_factor``).
     """
-    return [one for one in order_ranks(steps) if one.factor >= factor]
+    # Of one that no phase keeps longer than the others, only the ratios are large: it is noise.
+    return [one for one in order_ranks(steps) if one.factor >= factor and one.seconds > _LEAST_SECONDS]
 
 
 def order_ranks(steps: Sequence[Mapping[str, Phases]]) -> list[Straggler]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.comm.interface import VARIABLE, list_interfaces
+from shoal.comm.network.interface import VARIABLE, list_interfaces
 from shoal.comm.store.agentstore import AgentStore
 from shoal.comm.wire.keys import make_keys
 from shoal.core.config import read_toml, validate

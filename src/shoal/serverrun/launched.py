@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch types these names only there
 
-from shoal.comm.interface import own_address
+from shoal.comm.network.interface import own_address
 from shoal.comm.store.rounds import agree_on_round
 from shoal.comm.wire.keys import make_keys
 from shoal.comm.world import open_store, seal_store

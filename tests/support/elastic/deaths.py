@@ -1,5 +1,6 @@
 """A callback that ends processes of an elastic run where a test says, as a machine does where nobody says."""
 
+import itertools
 import os
 import signal
 import time
@@ -7,11 +8,12 @@ import time
 from shoal.comm.leaving.connections import shut_connections
 from shoal.comm.store import recordfile
 from shoal.engine.hooks import Hook
+from shoal.trainer.elastic import rank
 
 
 class Deaths(Hook):
     """Ends this process where ``DEATHS`` says so: ``rank 1@5:gradients`` in the fifth step, before its update; ``rank
-    1@2:connect`` while the ranks of the view of epoch 2 connect."""
+    1@2:connect`` while the ranks of the view of epoch 2 connect, ``rank 1@2:connected`` when they have."""
 
     def __init__(self):
         self._member = os.environ.get("SHOAL_MEMBER", "")
@@ -21,6 +23,8 @@ class Deaths(Hook):
             epoch, _, point = place.partition(":")
             if member == self._member and point in ("connect", "torn"):
                 _die_on_the_way(f"epoch-{epoch}/", point)
+            if member == self._member and point == "connected":
+                _die_when_connected(int(epoch))
 
     def _look(self, step, point):
         place = f"{self._member}@{step + 1}:{point}"
@@ -87,6 +91,18 @@ def _die_on_the_way(prefix, point):
         recordfile.RecordFileStore.check = check_and_die
     else:
         recordfile.RecordFileStore._write = write_and_die
+
+
+def _die_when_connected(epoch):
+    """Die where ranks of several hosts tell each other their addresses, which is the first that they do together in a view."""
+    tell, views = rank.gather_texts, itertools.count(1)
+
+    def tell_or_die(world, text):
+        if next(views) == epoch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tell(world, text)
+
+    rank.gather_texts = tell_or_die
 
 
 def _agent():

@@ -8,9 +8,11 @@ from shoal.launch.hosts.coordinator import Fleet
 from shoal.launch.hosts.hostspec import HostSlots
 
 SCRIPT = """#!/bin/sh
-# {folder}/HOST.down: there is no such host; {folder}/HOST.env: variables that differ there
+# {folder}/HOST.down: there is no such host; {folder}/HOST.env: variables that differ there; {folder}/HOST.stays: a process
+# that has the standard error lives on when the shell has ended, as with ssh and ControlPersist
 host=$1; shift
 if [ -e "{folder}/$host.down" ]; then echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; fi
+if [ -e "{folder}/$host.stays" ]; then setsid -f sleep 20 </dev/null >/dev/null; fi
 [ -e "{folder}/$host.env" ] && . "{folder}/$host.env"
 echo "a login script talks"
 echo $$ > "{folder}/$host.pid"

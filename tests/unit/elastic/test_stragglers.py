@@ -117,3 +117,11 @@ def test_the_median_of_others_is_that() -> None:
 def test_what_is_said() -> None:
     one = Straggler(rank="rank-3", factor=1.31, reason="data", seconds=0.0421)
     assert str(one) == "rank-3 is busy 1.31 times as long as the others (data: +0.0421 s a step)"
+
+
+def test_a_rank_that_no_phase_keeps_longer_is_not_named_for_large_ratios() -> None:
+    """Of two ranks that take turns to be slow, both have large ratios in the mean."""
+    quick, slow = Phases(compute=0.01), Phases(compute=0.02)
+    steps = [{"rank 0": quick, "rank 1": slow}, {"rank 0": slow, "rank 1": quick}] * 10
+    assert [one.factor > 1.15 for one in order_ranks(steps)] == [True, True]
+    assert find_stragglers(steps, factor=1.15) == []

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.interface import list_interfaces
+from shoal.comm.network.interface import list_interfaces
 from shoal.core.config import validate
 from shoal.core.errors import EXIT_DONE, EXIT_NO, RequestError, ShoalError
 from shoal.core.rundir import RunDir, replace_text

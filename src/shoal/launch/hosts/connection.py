@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.comm.store.messages import Messages, encode
+from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.launch.hosts.hostspec import HostSlots
 from shoal.launch.hosts.messages import MAGIC, Hello, ToCoordinator
@@ -23,6 +25,7 @@ AGENT = "shoal.launch.hosts.agent"
 _MOST_NOISE = 256 * 1024
 _READ_BYTES = 256 * 1024
 _TAIL_LINES = 12
+_DRAIN_SECONDS = 1.0
 
 
 def remote_command(python: str) -> str:
@@ -155,6 +158,13 @@ class Connection:
         lines = self._errors.feed(data) if data else self._errors.finish()
         self.tail.extend(text for line in lines if (text := clean(line).strip()))
         return bool(data)
+
+    def drain_errors(self) -> None:
+        """Take what is there of its standard error, which may stay open after the shell has ended: ssh with ``ControlPersist``
+        leaves a process behind that has it."""
+        limit = Deadline(seconds=_DRAIN_SECONDS)
+        while select.select([self.errors], [], [], 0.0)[0] and self.read_errors() and not limit.is_over:
+            pass
 
     def describe_end(self) -> str:
         """What is known of the end of its shell."""

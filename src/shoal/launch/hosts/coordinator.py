@@ -111,8 +111,11 @@ class Coordinator:
         self._refuse(self._crowded(hellos))
         self.interfaces = choose_addresses(hellos, network=self.fleet.network)
 
-    def reach(self) -> dict[str, str]:
+    def reach(self, *, awaits_all: bool = False) -> dict[str, str]:
         """Start an agent on every host that has none; what is wrong with those that have none then, by host.
+
+        Args:
+            awaits_all: give every host its whole time, though another one has failed already.
 
         Raises:
             RequestError: the remote shell cannot be started.
@@ -131,7 +134,8 @@ class Coordinator:
         limit = Deadline(seconds=self.fleet.connect_seconds)
         while any(connection.hello is None and not connection.lost for connection in opened):
             self._turn_or_stop()
-            if limit.is_over or (any(one.lost for one in opened) and limit.seconds > _OTHERS_SECONDS):
+            has_failed = any(one.lost for one in opened) and not awaits_all
+            if limit.is_over or (has_failed and limit.seconds > _OTHERS_SECONDS):
                 # Those that are only slower than the one that failed are not to blame.
                 if limit.is_over:
                     break
@@ -328,9 +332,8 @@ class Coordinator:
         if connection.process is not None:
             with contextlib.suppress(TimeoutError):
                 connection.process.wait(_OTHERS_SECONDS)
-        while self._supervisor.is_watched(connection.errors) and connection.read_errors():
-            if connection.process is None or connection.process.is_running:
-                break
+        if self._supervisor.is_watched(connection.errors):
+            connection.drain_errors()
         self.lose(connection, connection.describe_end())
 
     def _turn_or_stop(self) -> list[tuple[Connection, Any]]:

@@ -54,7 +54,7 @@ from shoal.trainer.elastic.limits import FIX
 from shoal.trainer.elastic.pacing import PaceMeter
 from shoal.trainer.elastic.peercopies import PeerCopies, own_shard
 from shoal.trainer.elastic.recovery import MemberState, agree, counted, hand_round
-from shoal.trainer.elastic.suspects import addresses_of, find_suspect, own_ip
+from shoal.trainer.elastic.suspects import Answering, addresses_of, find_suspect, own_ip
 from shoal.trainer.loop import Trainer
 from shoal.trainer.samedata import gather_texts
 
@@ -146,6 +146,7 @@ class ElasticRank:
         self._address = own_ip()
         self._suspects: dict[str, int] = {}
         """By address, the slots of a host's ranks: one of them, where no other host has it."""
+        self._answering = Answering()
         self._updating = -1
         self._hang_up: HangUp | None = None
         # A store that is written in Python lives only as long as Python refers to it, and a thread that still connects to those
@@ -208,9 +209,10 @@ class ElasticRank:
         if view.has_hosts:
             self._hang_up = HangUp(lambda: self._is_broken(view))
         world = self._join(view)
-        if view.has_hosts:
-            self._suspects = addresses_of(gather_texts(world, self._address), view.slots)
         try:
+            if view.has_hosts:
+                self._suspects = addresses_of(gather_texts(world, self._address), view.slots)
+                self._answering.learn(self._suspects, own=self._address)
             trainer = self._lay_out(world, is_first=view.epoch == 1)
         except BaseException:
             shut_connections()
@@ -270,7 +272,9 @@ class ElasticRank:
             self._hang_up = None
         if trainer is not None:
             self._close(trainer, keep=True)
-        suspect = None if is_newer else find_suspect(error, self._suspects, own=self._address)
+        suspect = None
+        if not is_newer:
+            suspect = find_suspect(error, self._suspects, own=self._address, answering=self._answering.addresses)
         self._control.say_failed(self._slot, self._epoch, suspect=suspect)
 
     # --- coming together

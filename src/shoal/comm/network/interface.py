@@ -57,6 +57,11 @@ def interface_of(address: str) -> str | None:
     return next((name for name, found in list_interfaces() if found == wanted), None)
 
 
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface; empty where it has none, or nobody has said which. Linux only."""
+    return next((address for name, address in list_interfaces() if name == interface), "")
+
+
 def list_interfaces() -> list[tuple[str, str]]:
     """The name and the IPv4 address of every interface that has one; Linux only."""
     try:

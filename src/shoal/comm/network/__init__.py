@@ -1,0 +1,1 @@
+"""Which way leads to the other hosts, and whether it does."""
