@@ -28,6 +28,7 @@ from shoal.elastic.groupchanges import (
     Failed,
     GiveUp,
     Heard,
+    HeardAgain,
     Instruction,
     Joined,
     Left,
@@ -139,9 +140,7 @@ def _lose(state: State, member: str, cause: str, *, is_failure: bool, replica: s
 
 
 def _heard(state: State, event: Heard) -> Step:
-    if state.now - _latest(state) > state.wanted.lease_seconds / 2:
-        # Nobody was heard, so it was our own connection: the others have their time again.
-        state = replace(state, hosts={name: replace(host, heard=state.now) for name, host in state.hosts.items()})
+    state = _with_their_time(state)
     before = state.hosts.get(event.host)
     known = before or Host(heard=state.now)
     if event.agent in known.former:
@@ -173,6 +172,29 @@ def _heard(state: State, event: Heard) -> Step:
     return _conclude(state, instructions) if is_news else (state, instructions)
 
 
+def _with_their_time(state: State) -> State:
+    """When nobody was heard for long it was our own connection: the others have their time again."""
+    if state.now - _latest(state) <= state.wanted.lease_seconds / 2:
+        return state
+    return replace(state, hosts={name: replace(host, heard=state.now) for name, host in state.hosts.items()})
+
+
+def _heard_again(state: State, event: HeardAgain) -> Step:
+    """As so many ``Heard``, with one copy of the table of hosts."""
+    same = {
+        name: replace(known, heard=state.now)
+        for name, agent in event.agents.items()
+        if (known := state.hosts.get(name)) is not None and known.agent == agent and not known.is_silent
+    }
+    state, instructions = _with_their_time(state), list[Instruction]()
+    state = replace(state, hosts={**state.hosts, **same})
+    for name, agent in event.agents.items():
+        if name not in same:
+            state, more = _heard(state, Heard(host=name, agent=agent, now=event.now))
+            instructions += more
+    return state, instructions
+
+
 def _ended(state: State, event: Ended) -> Step:
     return replace(state, phase="over"), []
 
@@ -189,6 +211,7 @@ def _ticked(state: State, event: Ticked) -> Step:
         hosts = {name: replace(host, heard=event.now) for name, host in state.hosts.items()}
         state = replace(state, hosts=hosts)
     instructions: list[Instruction] = []
+    units, hosts = state.units, state.hosts
     latest = _latest(state)
     if state.phase == "running" and event.now - latest > max(wanted.lease_seconds, wanted.join_seconds):
         return _give_up(state, [], f"none of the hosts was heard for {event.now - latest:.0f} s; start the run again")
@@ -200,8 +223,8 @@ def _ticked(state: State, event: Ticked) -> Step:
         state, more = _drop(state, lost, cause)
         state = _end(state, host=name)
         instructions += more
-        hosts = {**state.hosts, name: replace(state.hosts[name], is_silent=True)}
-        state = _cancel(replace(state, hosts=hosts), _orders_on(state, name))
+        silenced = {**state.hosts, name: replace(state.hosts[name], is_silent=True)}
+        state = _cancel(replace(state, hosts=silenced), _orders_on(state, name))
     for name, (host, _, since) in dict(state.ordered).items():
         if event.now - since > wanted.join_seconds:
             lost = [state.units[name]] if name in state.units else []
@@ -212,6 +235,9 @@ def _ticked(state: State, event: Ticked) -> Step:
             instructions += more
     if state.trouble is not None and event.now - state.trouble.since >= wanted.settle_seconds:
         return _retry(state, instructions)
+    if state.phase == "running" and state.units is units and state.hosts is hosts:
+        # Time alone changes nothing else while there is a view: what there is to conclude was concluded when it was told.
+        return state, instructions
     return _conclude(state, instructions)
 
 
@@ -463,6 +489,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any], Step]] = {
     Left: _left,
     Slow: _slow,
     Heard: _heard,
+    HeardAgain: _heard_again,
     Failed: _failed,
     Ended: _ended,
     Ticked: _ticked,

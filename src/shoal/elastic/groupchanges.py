@@ -1,5 +1,6 @@
 """What can happen to the membership of an elastic run, and what is to be done about it. Values only; ``group.py`` decides."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.elastic.groupview import GroupView
@@ -74,6 +75,15 @@ class Heard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeardAgain:
+    """Signs of life of many hosts at once, of which there is nothing else to tell: one step a turn for thousands of them."""
+
+    agents: Mapping[str, str]
+    """By host, the id of the agent that speaks for it."""
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """A process saw a collective fail, or could not assemble under a view. If somebody died, that is told as well, and sooner or
     later than this; if nobody did, it was a passing fault: the same replicas go on under a new epoch, and redo the step."""
@@ -110,7 +120,7 @@ class Ticked:
     now: float
 
 
-Event = Joined | Ready | Died | Left | Heard | Failed | Slow | Ended | Ticked
+Event = Joined | Ready | Died | Left | Heard | Failed | Slow | Ended | Ticked | HeardAgain
 
 # ---- instructions --------------------------------------------------------------------------------------------------------------
 

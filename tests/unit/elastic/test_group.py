@@ -1,6 +1,23 @@
 """Who is in an elastic run: the start, deaths, spares, newcomers, silent hosts and faults that pass."""
 
-from shoal.elastic.groupchanges import Died, GiveUp, Publish
+import random
+
+import pytest
+
+from shoal.elastic.group import step
+from shoal.elastic.groupchanges import (
+    Died,
+    Event,
+    GiveUp,
+    Heard,
+    HeardAgain,
+    Instruction,
+    Joined,
+    Publish,
+    Ready,
+    Ticked,
+)
+from shoal.elastic.groupstate import State, Wanted
 from support.elastic.group_tables import Coordinator, running
 
 
@@ -341,3 +358,37 @@ def test_a_replica_that_comes_back_under_its_name_is_another_one() -> None:
     assert group.join("b.2") == [] and group.join("b.3") == ["expel b.3"]
     assert group.ready("b.2") == ["publish 3: a b / 2"]
     assert group.state.view is not None and group.state.view.members == ("a.1", "b.2")
+
+
+def _told(state: State, events: list[Event]) -> tuple[State, list[Instruction]]:
+    found: list[Instruction] = []
+    for event in events:
+        state, instructions = step(state, event)
+        found += instructions
+    return state, found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_signs_of_life_of_many_hosts_at_once_are_those_of_each(seed: int) -> None:
+    """With silent hosts, agents that were started anew, hosts that nobody knows, and times in which nobody was heard."""
+    dice = random.Random(seed)
+    one = many = State(wanted=Wanted(num_logical=4, min_dp=2, lease_seconds=10.0, spares=1))
+    for number in range(4):
+        host = f"h{number}"
+        events: list[Event] = [
+            Heard(host=host, agent=f"{host}/1", slots=2, now=0.0),
+            Joined(member=f"m{number}", replica=f"r{number}", host=host, now=0.0),
+            Ready(member=f"m{number}", now=0.0),
+        ]
+        one, many = _told(one, events)[0], _told(many, events)[0]
+    now = 0.0
+    for _ in range(30):
+        now += dice.choice((0.5, 1.0, 1.0, 2.0, 7.0, 12.0))
+        names = dice.sample([f"h{number}" for number in range(5)], dice.randint(1, 4))
+        agents = {name: f"{name}/{dice.choice((1, 1, 1, 1, 2))}" for name in names}
+        one, said = _told(one, [Heard(host=name, agent=agent, now=now) for name, agent in agents.items()])
+        many, at_once = _told(many, [HeardAgain(agents=agents, now=now)])
+        assert at_once == said and many == one
+        tick = [Ticked(now=now)]
+        one, many = _told(one, tick)[0], _told(many, tick)[0]
+        assert many == one

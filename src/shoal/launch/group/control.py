@@ -6,7 +6,7 @@ All of it is plain stores to memory without a name (see ``telemetry/statusboard.
 leaves anything behind.
 
     newest | for each slot: ready, arrived, failed, suspect, pace | two texts, each after its length
-    8      | 7 x 8 bytes                                          | 64 KiB each
+    8      | 7 x 8 bytes                                          | 64 KiB each, or more for many slots
 
 The first word is the epoch, and in its last bit in which of the two texts the view is. A view is written over the older text, and
 epochs may be left out: so what a reader reads is torn only when two views were published meanwhile, and the first of them has
@@ -22,7 +22,8 @@ from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.telemetry.statusboard import unnamed_file
 
-_TEXT_BYTES = 64 * 1024
+_LEAST_TEXT_BYTES, _TEXT_BYTES_PER_SLOT = 64 * 1024, 256
+"""A view names the member, the slot and the host of every rank."""
 _WORDS = 7
 _READY, _ARRIVED, _FAILED, _SUSPECT, _STEPS, _COMPUTE, _DATA = range(_WORDS)
 _MICRO = 1e6
@@ -104,10 +105,9 @@ class ControlBoard:
             RunError: it is too long.
         """
         encoded = text.encode()
-        if len(encoded) > _TEXT_BYTES - 8:
-            raise RunError(
-                f"a view of {len(encoded)} bytes does not fit the control board, which has {_TEXT_BYTES - 8}"
-            )
+        room = _text_bytes(self.num_slots) - 8
+        if len(encoded) > room:
+            raise RunError(f"a view of {len(encoded)} bytes does not fit the control board, which has {room}")
         place = 1 - self._words[0] % 2
         start = self._text_start(place)
         self._memory[start : start + 8] = len(encoded).to_bytes(8, "little")
@@ -123,7 +123,7 @@ class ControlBoard:
         for _ in range(_READ_TRIES):
             word = self._words[0]
             start = self._text_start(word % 2)
-            length = min(int.from_bytes(self._memory[start : start + 8], "little"), _TEXT_BYTES - 8)
+            length = min(int.from_bytes(self._memory[start : start + 8], "little"), _text_bytes(self.num_slots) - 8)
             encoded = self._memory[start + 8 : start + 8 + length]
             if self._words[0] == word:
                 return word >> 1, encoded.decode(errors="replace")
@@ -189,12 +189,16 @@ class ControlBoard:
         return 1 + slot * _WORDS + word
 
     def _text_start(self, place: int) -> int:
-        return _head_bytes(self.num_slots) + place * _TEXT_BYTES
+        return _head_bytes(self.num_slots) + place * _text_bytes(self.num_slots)
 
 
 def _head_bytes(num_slots: int) -> int:
     return 8 * (1 + _WORDS * num_slots)
 
 
+def _text_bytes(num_slots: int) -> int:
+    return max(_LEAST_TEXT_BYTES, _TEXT_BYTES_PER_SLOT * num_slots)
+
+
 def _num_bytes(num_slots: int) -> int:
-    return _head_bytes(num_slots) + 2 * _TEXT_BYTES
+    return _head_bytes(num_slots) + 2 * _text_bytes(num_slots)

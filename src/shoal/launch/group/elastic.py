@@ -105,6 +105,9 @@ class GroupPolicy(Protocol):
     def heard(self, host: str, *, agent: str, slots: int) -> Sequence[Action]:
         """A host gave a sign of life: the id of the agent that speaks for it, and how many processes have room there."""
 
+    def heard_again(self, agents: Mapping[str, str]) -> Sequence[Action]:
+        """Hosts gave a further sign of life: for each the id of the agent that speaks for it."""
+
     def failed(self, member: str, epoch: int, suspects: Sequence[str] = ()) -> Sequence[Action]:
         """It saw a collective fail under a view; the hosts that it could not reach."""
 

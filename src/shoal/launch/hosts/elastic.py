@@ -156,9 +156,11 @@ class HostsGroup:
 
     def look(self) -> None:
         """Tell the policy who was heard, and that time went on."""
-        for connection in self._connections:
-            if not connection.lost and connection.heard > self._heard.get(connection.name, 0.0):
-                self._do(self._hear(connection))
+        again = [one for one in self._connections if not one.lost and one.heard > self._heard.get(one.name, 0.0)]
+        if again:
+            now = time.monotonic()
+            self._heard |= {one.name: now for one in again}
+            self._do(self._policy.heard_again({one.name: _agent_of(one) for one in again}))
         self._do(self._policy.paced({member: self._paces.get(member, Pace()) for member in self._places}))
         self._do(self._policy.ticked())
         self._flush()
@@ -175,9 +177,8 @@ class HostsGroup:
 
     def _hear(self, connection: Connection, slots: int | None = None) -> Sequence[Action]:
         self._heard[connection.name] = time.monotonic()
-        process = connection.process
-        agent = f"{connection.name}/{process.pid if process is not None else 0}"
-        return self._policy.heard(connection.name, agent=agent, slots=len(connection.ranks) if slots is None else slots)
+        room = len(connection.ranks) if slots is None else slots
+        return self._policy.heard(connection.name, agent=_agent_of(connection), slots=room)
 
     def _join(self, slot: int, replica: str, position: int, *, spare: bool) -> str:
         self._starts[slot] += 1
@@ -248,3 +249,9 @@ class HostsGroup:
     def _send_all(self, message: messages.ToGroup) -> None:
         for connection in self._connections:
             connection.send(message)
+
+
+def _agent_of(connection: Connection) -> str:
+    """The id of the agent at the other end: of this start of it."""
+    process = connection.process
+    return f"{connection.name}/{process.pid if process is not None else 0}"

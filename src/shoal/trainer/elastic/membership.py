@@ -22,6 +22,7 @@ from shoal.elastic.groupchanges import (
     Failed,
     GiveUp,
     Heard,
+    HeardAgain,
     Instruction,
     Joined,
     Left,
@@ -82,6 +83,10 @@ class HostMembership:
         """See ``GroupPolicy``."""
         room = slots // self.replica_size if self.starts_again else 0
         return self._hear(Heard(host=host, agent=agent, slots=room, now=time.monotonic()))
+
+    def heard_again(self, agents: Mapping[str, str]) -> Sequence[elasticgroup.Action]:
+        """See ``GroupPolicy``."""
+        return self._hear(HeardAgain(agents=agents, now=time.monotonic()))
 
     def ready(self, member: str) -> Sequence[elasticgroup.Action]:
         """See ``GroupPolicy``."""

@@ -5,6 +5,7 @@ import pytest
 from shoal.core.clock import Deadline
 from shoal.core.errors import RunError
 from shoal.launch.group.control import ControlBoard
+from shoal.launch.group.elastic import NewView, view_text
 
 
 @pytest.fixture
@@ -72,3 +73,17 @@ def test_a_board_of_another_size_and_a_view_that_does_not_fit_are_refused(board)
         ControlBoard.attach(board.fd, 3)
     with pytest.raises(RunError, match="does not fit"):
         board.publish(1, "x" * 70_000)
+
+
+def test_a_view_of_thousands_of_hosts_fits():
+    made = ControlBoard.create(10_000)
+    try:
+        names = [f"rank {rank}, start 12" for rank in range(10_000)]
+        replicas = [[name] for name in names]
+        hosts = [f"node-{rank:05}.cluster.example.org" for rank in range(10_000)]
+        view = NewView(epoch=3, replicas=replicas, num_logical=10_000, cause="they came", hosts=hosts)
+        text = view_text(view, slots=range(10_000), store="")
+        made.publish(3, text)
+        assert made.read() == (3, text)
+    finally:
+        made.close()
