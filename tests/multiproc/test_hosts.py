@@ -4,11 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from shoal.core.errors import RequestError
+from shoal.doctor.checks import State
+from shoal.doctor.hosts import examine_hosts
 from shoal.launch.blame import Outcome
 from shoal.launch.failurereport import headline
 from shoal.launch.hosts.generation import supervise_hosts
@@ -174,3 +177,14 @@ def test_a_host_that_cannot_be_reached_is_named_before_a_rank_starts(tmp_path: P
 def test_a_host_without_the_interpreter_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"host localhost: .*not found; install Shoal there at the same path"):
         run_on_hosts(tmp_path, "print('started')", fleet={"python": "/nowhere/python"})
+
+
+def test_doctor_tries_every_way_and_names_the_host_that_is_not_there(tmp_path: Path) -> None:
+    hosts = {"127.0.0.1": 1, "localhost": 1, "127.0.0.3": 1}
+    (tmp_path / "127.0.0.3.down").touch()
+    found = {check.name: check for check in examine_hosts(make_fleet(tmp_path, hosts))}
+    assert found["host 127.0.0.3"].state is State.WRONG and "No route to host" in found["host 127.0.0.3"].advice
+    # It failed at once, and the others had not come then.
+    assert all("Shoal" in found[f"host {name}"].found for name in HOSTS), found
+    # Whether one way is slower than the other is for the load of this machine to say.
+    assert all(found[f"{one} to {other}"].values["bytes_per_s"] > 1e5 for one, other in permutations(HOSTS)), found

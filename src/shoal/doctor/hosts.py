@@ -1,12 +1,12 @@
 """Several hosts, before a run is started on them: versions, clocks, and the way between every two of them.
 
-One agent is started on each host, as for a run; each listens for a moment, and each tries every other, one after the other so
-that no measurement is of two. A pair that cannot be reached, or is far slower than the others, is named.
+One agent is started on each host, as for a run; each listens for a moment, and each tries every other, in rounds in which no host
+has two, so that no measurement is of two. A pair that cannot be reached, or is far slower than the others, is named.
 """
 
 import secrets
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shoal.core.clock import Deadline
@@ -75,35 +75,53 @@ def _clocks(offsets: Mapping[str, float]) -> Check:
 def _probe_pairs(coordinator: Coordinator, interfaces: Mapping[str, Interface]) -> dict[tuple[str, str], Probed]:
     token = secrets.token_hex(16)
     lines = {one.name: one for one in coordinator.connections}
-    seconds = _PROBE_SECONDS * (len(interfaces) ** 2 + 1)
-    ports: dict[str, Listening] = {}
+    rounds = pair_rounds(list(interfaces))
+    seconds = _PROBE_SECONDS * (len(rounds) + 1)
     for host, interface in interfaces.items():
         lines[host].send(Listen(address=interface.address, token=token, seconds=seconds))
-        ports[host] = _await(coordinator, host, Listening)
+    ports: dict[str, Listening] = _await(coordinator, interfaces, Listening)
     found: dict[tuple[str, str], Probed] = {}
-    for host in interfaces:
-        for other in interfaces:
-            if host == other:
-                continue
+    for pairs in rounds:
+        asked = {}
+        for host, other in pairs:
             if ports[other].problem:
                 found[host, other] = Probed(problem=ports[other].problem)
                 continue
-            there = interfaces[other].address
+            there, asked[host] = interfaces[other].address, other
             lines[host].send(Probe(address=there, port=ports[other].port, token=token, seconds=_PROBE_SECONDS / 3))
-            found[host, other] = _await(coordinator, host, Probed)
-    return found
+        answers: dict[str, Probed] = _await(coordinator, asked, Probed)
+        found |= {(host, asked[host]): answer for host, answer in answers.items()}
+    return {(host, other): found[host, other] for host in interfaces for other in interfaces if host != other}
 
 
-def _await(coordinator: Coordinator, host: str, kind: type) -> Any:
+def pair_rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every ordered pair of hosts once, in rounds in which no host has two: what is measured at once does not meet in a host.
+    So n hosts take 2 (n - 1) rounds and not n (n - 1), or two more where n is odd. Pure."""
+    table: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    half, rounds = len(table) // 2, []
+    for _ in range(len(table) - 1):
+        met = zip(table[:half], reversed(table[half:]), strict=True)
+        pairs = [(one, other) for one, other in met if one is not None and other is not None]
+        rounds += [pairs, [(other, one) for one, other in pairs]]
+        # The first one stays, and the others move on by a place: so each meets each.
+        table = [table[0], table[-1], *table[1:-1]]
+    return [pairs for pairs in rounds if pairs]
+
+
+def _await(coordinator: Coordinator, hosts: Collection[str], kind: type) -> dict[str, Any]:
+    """What each of these hosts answers."""
     limit = Deadline(seconds=2 * _PROBE_SECONDS)
-    while True:
+    found: dict[str, Any] = {}
+    while missing := sorted(set(hosts) - found.keys()):
         for connection, message in coordinator.turn(0.05):
-            if connection.name == host and isinstance(message, kind):
-                return message
-        lost = next((one.lost for one in coordinator.connections if one.name == host), "")
-        if lost:
-            raise RunError(f"host {host}: {lost}")
-        limit.check(f"host {host} to answer")
+            if connection.name in missing and isinstance(message, kind):
+                found[connection.name] = message
+        for one in coordinator.connections:
+            if one.name in missing and one.name not in found and one.lost:
+                raise RunError(f"host {one.name}: {one.lost}")
+        if set(hosts) - found.keys():
+            limit.check(f"host {missing[0]} to answer")
+    return found
 
 
 def judge_pairs(found: Mapping[tuple[str, str], Probed], interfaces: Mapping[str, Interface]) -> list[Check]:

@@ -2,8 +2,10 @@
 
 import itertools
 
+import pytest
+
 from shoal.doctor.checks import State
-from shoal.doctor.hosts import judge_pairs
+from shoal.doctor.hosts import judge_pairs, pair_rounds
 from shoal.launch.hosts.messages import Interface, Probed
 
 HOSTS = {name: Interface("eth", f"10.0.0.{number}") for number, name in enumerate("abc", 1)}
@@ -40,3 +42,15 @@ def test_long_round_trips_and_closed_ports_are_told() -> None:
     found = judged(ab=Probed(round_trip=0.5, bytes_per_second=1e9), ba=Probed(problem="timed out"))
     assert "takes 5000.0 times longer than the median pair's" in found["a to b"][1]
     assert found["b to a"][1] == "b does not reach a at 10.0.0.1 (timed out): look for a firewall, or give --network"
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 7, 16])
+def test_every_way_is_tried_once_and_no_host_twice_at_a_time(number: int) -> None:
+    hosts = [f"h{one}" for one in range(number)]
+    rounds = pair_rounds(hosts)
+    tried = [pair for pairs in rounds for pair in pairs]
+    assert sorted(tried) == sorted((one, other) for one in hosts for other in hosts if one != other)
+    for pairs in rounds:
+        named = [host for pair in pairs for host in pair]
+        assert len(named) == len(set(named))
+    assert len(rounds) == 2 * (number - 1 + number % 2)
