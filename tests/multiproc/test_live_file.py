@@ -11,7 +11,9 @@ from pathlib import Path
 from shoal.core.clock import Deadline
 from shoal.core.rundir import RunDir
 from shoal.launch.group.livefile import LiveFile
+from shoal.launch.hosts.generation import supervise_hosts
 from shoal.launch.ranks import supervise
+from support.processes.remote_shell import make_fleet
 from support.processes.supervised_ranks import Recorder, make_request
 from support.processes.supervised_ranks import nothing_left as nothing_left
 
@@ -67,6 +69,35 @@ def test_a_stopped_rank_is_silent_with_its_phase_within_two_seconds(tmp_path: Pa
     assert found["after"]["hang"] is None
     ended = read(folder)
     assert (ended["status"], [rank["state"] for rank in ended["ranks"]]) == ("ended", ["ended", "ended"])
+
+
+def test_a_stopped_rank_of_another_host_is_silent_in_the_file_of_the_first(tmp_path: Path) -> None:
+    folder, found = tmp_path / "run", {}
+    folder.mkdir()
+
+    def watch() -> None:
+        limit = Deadline(seconds=40)
+        while [rank["step"] for rank in read(folder)["ranks"]] != [5, 5]:
+            limit.check("both ranks at work")
+            time.sleep(0.01)
+        os.kill(read(folder)["ranks"][1]["pid"], signal.SIGSTOP)
+        while read(folder)["ranks"][1]["state"] != "silent" and not limit.is_over:
+            time.sleep(0.01)
+        found["during"] = read(folder)
+        os.kill(found["during"]["ranks"][1]["pid"], signal.SIGCONT)
+        (folder / "over").touch()
+
+    live = LiveFile(folder, plan="dp=2", seconds=0.5)
+    request = replace(make_request(tmp_path, BODY, Recorder()), live=live)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    outcome = supervise_hosts(request, make_fleet(tmp_path, {"127.0.0.1": 1, "localhost": 1}))
+    watcher.join()
+    assert outcome.exit_code == 0
+    stopped = found["during"]["ranks"][1]
+    assert (stopped["host"], stopped["phase"], stopped["state"]) == ("localhost", "backward", "silent")
+    assert found["during"]["ranks"][0]["host"] == "127.0.0.1" and found["during"]["hang"]["rank"] == 1
+    assert [rank["state"] for rank in read(folder)["ranks"]] == ["ended", "ended"] and read(folder)["status"] == "ended"
 
 
 def test_a_folder_that_is_gone_does_not_end_the_run(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import time
 import pytest
 import torch
 
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.trafficcounter import traffic_rows
 from shoal.comm.world import World
 from shoal.core.place import Place
 from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.engine.resolve import resolve_plan, schedule_of
+from shoal.library.run import Run
 from shoal.telemetry.config import TelemetryConfig
 from shoal.telemetry.eventlog import decode_events
 from shoal.testing.ranks import run_on_ranks
@@ -224,6 +226,38 @@ def test_every_rank_says_where_it_is(tmp_path):
     ]
     assert {placed[0]["host"] for placed in found} == {socket.gethostname()}
     assert len({placed[0]["pid"] for placed in found}) == 4
+
+
+def own_loop(world, folder):
+    recipe = Recipe.model_validate(RECIPE)
+    model, loss, data = build_parts(recipe)
+    telemetry = TelemetryConfig(spans_every=3, tensorboard=False)
+    with Run(
+        plan="dp=2", run_dir=folder, world=world, telemetry=telemetry, checkpoint=CheckpointConfig(every=0)
+    ) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = run.loader(data, global_batch=4)
+        model, optimizer = run.setup(model, optimizer, loss=loss)
+        for batch in loader.steps(6):
+            run.forward_backward(batch)
+            if world.rank == 1:
+                time.sleep(SLOW_SECONDS)
+            optimizer.step()
+
+
+def test_a_script_with_its_own_loop_writes_the_same(tmp_path):
+    run_on_ranks(own_loop, 2, str(tmp_path))
+    for rank in range(2):
+        steps = events_of(tmp_path, rank, "step")
+        assert len(steps) == 6 and events_of(tmp_path, rank, "placed") and events_of(tmp_path, rank, "axis_traffic")
+        for step in steps:
+            assert sum(step["phases"].values()) == pytest.approx(step["seconds"], abs=2e-5)
+            assert step["data_seconds"] > 0
+            assert {"script", "forward", "backward", "data"} <= set(step["phases"])
+        # The first rank waits for the other one's sleep in the step after it.
+        waits = statistics.median(step["wait_seconds"].get("replicas", 0.0) for step in steps[1:])
+        assert waits > SLOW_SECONDS / 2 if rank == 0 else waits < SLOW_SECONDS / 2
+        assert [event["step"] for event in events_of(tmp_path, rank, "spans")] == [2, 3, 6]
 
 
 def test_spans_are_not_recorded_where_nobody_wants_them(tmp_path):

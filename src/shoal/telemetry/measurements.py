@@ -61,7 +61,7 @@ class Forecast(Event):
 
     kind: ClassVar[str] = "forecast"
     source: str
-    """Who says it: ``layout`` what the laid out model itself tells, ``rehearsal`` what was tried before the run."""
+    """Who says it: ``layout`` what the laid out model itself tells, ``rehearsal`` what was tried before, ``simulation``."""
     step_seconds: float | None = None
     bubble: float | None = None
     """Share of a step in which a rank of the pipeline waits for the others: with equal stages where the layout says it."""

@@ -485,6 +485,7 @@ def _write_run(played: Simulation, run_dir: Path, *, expand: bool, failing: Fail
         checkpoint_every=0 if failing is None else asked.recipe.checkpoint.every,
         checkpoint_seconds=0.0 if failing is None else failing.checkpoint,
         memory_every=asked.recipe.telemetry.memory_every,
+        spans_every=asked.recipe.telemetry.spans_every,
         plan=asked.plan,
         rounds={}
         if rounds is None

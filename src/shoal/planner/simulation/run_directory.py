@@ -7,7 +7,7 @@ for.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,10 @@ from shoal.core.rundir import RunDir, replace_text
 from shoal.planner.simulation.conditions import Array, place_of
 from shoal.planner.simulation.goodput import Goodput
 from shoal.planner.simulation.result import SimulatedStep
+from shoal.planner.simulation.run_times import SimulatedTimes, times_of
+from shoal.planner.simulation.trace import streams_of
 from shoal.telemetry.eventlog import encode_event
+from shoal.telemetry.measurements import Forecast
 
 Timed = tuple[float, Event]
 _EVENTS_AT_MOST = 5_000_000
@@ -47,6 +50,8 @@ class RunNumbers:
     checkpoint_seconds: float = 0.0
     memory_every: int = 0
     """Steps between readings of memory, beside the one at the end; 0 for none."""
+    spans_every: int = 0
+    """Steps between those whose spans are written, and the second; 0 for none."""
     plan: Plan | None = None
     """Of the whole run, where the simulated step is one island's; None: the step's."""
     rounds: Mapping[int, float] = field(default_factory=dict)
@@ -90,8 +95,11 @@ def write_run(
     events = list(_run_events(simulated, seconds, numbers=numbers, goodput=goodput, run_dir=run_dir))
     try:
         run_dir.events(0).parent.mkdir(parents=True, exist_ok=True)
-        for rank, place in ranks:
+        lanes = {(lane.place, lane.group): times_of(simulated, lane) for lane in streams_of(simulated)}
+        told = _forecast(simulated)
+        for rank, place, group in ranks:
             own = _with_memory(events, simulated, place, every=numbers.memory_every)
+            own = _with_times(own, lanes.get((place, group)), told if rank == 0 else None, every=numbers.spans_every)
             lines = (encode_event(event, rank=rank, wall_time=at) for at, event in own)
             run_dir.events(rank).write_bytes(b"".join(lines))
         failed = list(_failures(goodput)) if goodput is not None else []
@@ -107,13 +115,13 @@ def write_run(
     return len(ranks)
 
 
-def _ranks(simulated: SimulatedStep, *, expand: bool) -> list[tuple[int, int]]:
-    """Rank and pipeline place of each that gets a file."""
+def _ranks(simulated: SimulatedStep, *, expand: bool) -> list[tuple[int, int, int]]:
+    """Rank, pipeline place and group of replicas of each that gets a file."""
     found = []
     for place in range(simulated.num_places):
         for group in range(simulated.num_groups):
             ranks = simulated.ranks(place, group)
-            found += [(rank, place) for rank in (ranks if expand else ranks[:1])]
+            found += [(rank, place, group) for rank in (ranks if expand else ranks[:1])]
     return sorted(found)
 
 
@@ -215,6 +223,39 @@ def _with_memory(events: Sequence[Timed], simulated: SimulatedStep, place: int, 
             continue
         if event.step == 1 or event.step % every == 0:
             yield at, replace(memory, step=event.step)
+
+
+def _with_times(
+    events: Iterable[Timed], times: SimulatedTimes | None, told: Forecast | None, *, every: int
+) -> Iterator[Timed]:
+    """The events of a rank with where its time goes; ``told`` is what the run should cost, after its start."""
+    for at, event in events:
+        done = event if times is None or not isinstance(event, StepDone) else times.put_into(event)
+        yield at, done
+        if told is not None and isinstance(event, RunStarted):
+            yield at, told
+        if times is not None and every and isinstance(done, StepDone) and (done.step == 2 or done.step % every == 0):
+            yield at, times.spans(done, begin=at - done.seconds)
+
+
+def _forecast(simulated: SimulatedStep) -> Forecast:
+    """What was played is what is foretold; bytes by a place's first rank."""
+    memory = {
+        str(simulated.ranks(place, 0)[0]): {
+            "weights": event.weights_bytes,
+            "gradients": event.gradient_bytes,
+            "optimizer": event.optimizer_bytes,
+            "other": event.other_bytes,
+        }
+        for place in range(simulated.num_places)
+        if (event := _memory(simulated, place)) is not None
+    }
+    return Forecast(
+        source="simulation",
+        step_seconds=float(simulated.step_seconds),
+        bubble=float(simulated.bubble) if simulated.num_places > 1 else None,
+        memory_bytes=memory or None,
+    )
 
 
 def _memory(simulated: SimulatedStep, place: int) -> MemoryMeasured | None:

@@ -71,6 +71,28 @@ def test_events_are_those_of_a_run(tmp_path, step):
     assert events[0] | {"plan": str(PLAN), "world_size": 8, "step": 0, "generation": 0} == events[0]
 
 
+def test_where_time_goes_is_told_as_in_a_run(tmp_path, step):
+    write_run(tmp_path, step, np.full(5, step.step_seconds * 2), numbers=replace(NUMBERS, spans_every=4))
+    for rank, is_slow in ((0, False), (2, True)):
+        events = lines_of(RunDir(tmp_path).events(rank))
+        steps = [event for event in events if event["kind"] == "step"]
+        for event in steps:
+            assert sum(event["phases"].values()) == pytest.approx(event["seconds"])
+            busy = event["seconds"] - sum(event["wait_seconds"].values())
+            # Four microbatches, each of a forward pass and two halves of a backward one; twice as slow as played, and once more.
+            assert busy == pytest.approx(24.0 * (2 if is_slow else 1), rel=0.01)
+        spans = [event for event in events if event["kind"] == "spans"]
+        assert [event["step"] for event in spans] == [2, 4]
+        cells = [row[1] for row in spans[0]["spans"] if row[0] == "cell"]
+        place = 0 if rank < 4 else 1
+        assert cells == [str(action) for action in step.order.schedule.actions(place)]
+        assert spans[0]["begin"] == pytest.approx(steps[0]["t"] + 0.0)
+        assert all(row[2] + row[3] <= steps[1]["seconds"] + 1e-6 for row in spans[0]["spans"])
+    told = [event for event in lines_of(RunDir(tmp_path).events(0)) if event["kind"] == "forecast"]
+    assert len(told) == 1 and told[0]["step_seconds"] == pytest.approx(step.step_seconds)
+    assert told[0]["memory_bytes"]["0"]["weights"] == 100
+
+
 def test_memory_is_that_of_the_place(tmp_path, step):
     write_run(tmp_path, step, np.array([3.0]), numbers=NUMBERS)
     for rank, activations in ((0, 2 * 10.0), (4, 20.0)):
