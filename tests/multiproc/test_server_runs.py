@@ -1,7 +1,11 @@
 """``shoal train`` with parameter servers beside plans without: the same bits where that is promised, and the shipped recipes."""
 
+import json
+
 import pytest
 
+from shoal.core.rundir import RunDir
+from shoal.telemetry.eventlog import decode_events
 from support.processes.command import ROOT, read_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("ps_*.toml"))
@@ -17,6 +21,19 @@ def train(shoal, recipe, plan, run_dir):
 def test_async_with_one_worker_is_plain_training_bit_for_bit(shoal, tiny):
     alone = train(shoal, tiny, "dp=1", "alone")
     assert train(shoal, tiny, "ps=2 workers=1 update=async", "served") == alone
+    run = RunDir(shoal.folder / "served")
+    files = run.events(0).parent.glob("*.jsonl")
+    found = [event for path in files for event in decode_events(path.read_bytes().splitlines())]
+    views = [event for event in found if event["kind"] == "view"]
+    assert (
+        views
+        and set(views[-1]["members"]) == {"server-0", "server-1", "worker-0"}
+        and views[0]["cause"] == "the first view"
+    )
+    assert {event["name"] for event in found if event["kind"] == "placed"} >= {"server-0", "worker-0", "center-0"}
+    live = json.loads(run.live.read_text())
+    assert live["status"] == "ended" and {one["name"] for one in live["ranks"]} >= {"server-0", "server-1", "worker-0"}
+    assert max(one["step"] for one in live["ranks"]) == read_summary(run.root)["steps"]
 
 
 @pytest.mark.soak
