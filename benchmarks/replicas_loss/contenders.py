@@ -45,7 +45,8 @@ CONTENDERS = {
         plan="dp=4 compress=int4", settings={**RESIDUAL, "compression.both_ways": False}, over_dense=0.01
     ),
     "powersgd:4": Contender(plan="dp=4 compress=powersgd:4@30", over_dense=0.06),
-    "powersgd:4 from step 100": Contender(plan="dp=4 compress=powersgd:4@100"),
+    "powersgd:4 from step 100": Contender(plan="dp=4 compress=powersgd:4@100", over_dense=0.06),
+    "powersgd:8": Contender(plan="dp=4 compress=powersgd:8@30", over_dense=0.06),
     "powersgd:1": Contender(plan="dp=4 compress=powersgd:1@30"),
     "topk:0.01": Contender(plan="dp=4 compress=topk:0.01"),
     "topk:0.01 from step 30": Contender(plan="dp=4 compress=topk:0.01@30"),

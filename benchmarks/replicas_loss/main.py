@@ -1,6 +1,6 @@
 """What replicas learn that agree in other ways than by a dense sum: validation loss at equal steps, beside one replica alone.
 
-python benchmarks/replicas_loss/main.py [--runs DIR] [--seeds 1,2,3] [--only NAME]... [--results FILE]
+python benchmarks/replicas_loss/main.py [--runs DIR] [--seeds 1,2,3] [--only NAME]... [--add NAME]... [--results FILE]
 """
 
 import argparse
@@ -83,8 +83,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def measure(runs: Path, seeds: list[int], names: list[str]) -> dict[str, Any]:
-    """Every contender, with every seed."""
+def measure(runs: Path, seeds: list[int], names: list[str], known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Every contender, with every seed; beside the rows of ``known`` results, where there are such: runs are deterministic."""
     found: dict[str, Any] = {}
     for steps, (model, recipe) in itertools.product((SHORT, LONG), RECIPES.items()):
         rows: dict[str, Any] = {}
@@ -101,7 +101,9 @@ def measure(runs: Path, seeds: list[int], names: list[str]) -> dict[str, Any]:
             }
             if all(taken.values()):
                 rows[name] = as_row(contender, taken)
-        found[f"{steps} steps{model}"] = judge(rows, steps)
+        title = f"{steps} steps{model}"
+        rows = {**(known["steps"][title] if known else {}), **rows}
+        found[title] = judge({name: rows[name] for name in CONTENDERS if name in rows}, steps)
     return {
         "date": str(date.today()),
         "torch": version("torch"),
@@ -185,15 +187,21 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the run directories here; what is done is not run again")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the model and of the order of samples")
     parser.add_argument("--only", action="append", help="this contender beside dense and alone; nothing is written")
+    parser.add_argument(
+        "--add", action="append", help="this contender beside the newest results, in which it is written"
+    )
     parser.add_argument("--results", type=Path, help="train nothing: tables and figure of this file")
     options = parser.parse_args()
     if options.results:
         results = json.loads(options.results.read_text())
     else:
-        names = [name for name in CONTENDERS if not options.only or name in (DENSE, ALONE, *options.only)]
+        asked = options.add or (options.only and [DENSE, ALONE, *options.only]) or CONTENDERS
+        names = [name for name in CONTENDERS if name in asked]
         seeds = [int(seed) for seed in options.seeds.split(",")]
+        newest = sorted((HERE / "results").glob("*.json"))[-1:] if options.add else []
+        known = json.loads(newest[0].read_text()) if newest else None
         with tempfile.TemporaryDirectory() as folder:
-            results = measure(options.runs or Path(folder), seeds, names)
+            results = measure(options.runs or Path(folder), seeds, names, known)
         if not options.only:
             target = HERE / "results" / f"{results['date']}.json"
             target.parent.mkdir(exist_ok=True)

@@ -21,6 +21,11 @@ PLANS = (
             "dp=2 sync=stream:4,1,2 compress=int4",
             "islands=2 dp=2 zero=3 sync=easgd:4",
             "dp=2 sync=sparse:3,0.1",
+            "dp=2 sync=slowmo:4",
+            "dp=2 sync=local:2@6",
+            "dp=4 sync=gossip:exponential",
+            "dp=3 sync=gossip:ring,2 compress=int4",
+            "dp=2 sync=diloco:3 compress=powersgd:2",
         )
     ),
 )

@@ -60,3 +60,23 @@ def test_the_figure_has_a_dot_for_every_row(benchmark):
     found = {"300": benchmark.judge(rows(dense=[2.0], alone=[3.0], int8=[2.1], diloco=[2.5]), 300)}
     drawn = ElementTree.fromstring(benchmark.draw_svg(found))
     assert len(drawn.findall(".//{*}circle")) == 4
+
+
+def test_a_row_is_added_beside_those_that_are_known_and_judged_with_them(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles = [f"{steps} steps{model}" for steps in (benchmark.SHORT, benchmark.LONG) for model in benchmark.RECIPES]
+    known = {"steps": {title: rows(dense=[2.0], alone=[3.0]) for title in titles}}
+    for row in known["steps"][titles[0]].values():
+        row["losses"] = {str(seed): row["loss"] for seed in (1, 2)}
+    told = {1: 2.04, 2: 2.06}
+
+    def train(_contender: object, _recipe: str, _steps: int, seed: int, _run_dir: Path) -> dict[str, object]:
+        return {"loss": told[seed], "sent_per_step": 200, "counted": {}, "curve": []}
+
+    monkeypatch.setattr(benchmark, "train", train)
+    found = benchmark.measure(tmp_path, [1, 2], ["powersgd:8"], known)["steps"]
+    assert list(found[titles[0]]) == ["dense", "one replica alone", "powersgd:8"]
+    added = found[titles[0]]["powersgd:8"]
+    assert added["over_dense"] == 0.05 and added["is_met"] and added["share_of_bytes"] == 0.2
+    assert all("powersgd:8" not in found[title] for title in titles[1:])
