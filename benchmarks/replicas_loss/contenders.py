@@ -9,7 +9,9 @@ DENSE, ALONE = "dense", "one replica alone"
 RESIDUAL = {"compression.residual": True}
 SAME_BACK = {"compression.back": "same"}
 PAPER = {"replicas.outer_momentum": 0.9}
-"""The DiLoCo paper's, for rounds of hundreds of steps."""
+"""The DiLoCo paper's, for rounds of hundreds of steps; the default of stream."""
+HALF = {"replicas.outer_momentum": 0.5}
+"""The default of diloco."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ CONTENDERS = {
     ),
     "diloco:20, outer momentum 0.9": Contender(plan="dp=4 sync=diloco:20", settings=PAPER, steps=(SHORT, LONG)),
     "stream:20,4,2": Contender(plan="dp=4 sync=stream:20,4,2", steps=(SHORT, LONG)),
-    "stream:20,4,2, outer momentum 0.9": Contender(plan="dp=4 sync=stream:20,4,2", settings=PAPER, steps=(SHORT, LONG)),
+    "stream:20,4,2, outer momentum 0.5": Contender(plan="dp=4 sync=stream:20,4,2", settings=HALF, steps=(SHORT, LONG)),
     "slowmo:20": Contender(plan="dp=4 sync=slowmo:20"),
     "gossip:exponential": Contender(plan="dp=4 sync=gossip:exponential", steps=(SHORT, LONG)),
     "gossip:ring": Contender(plan="dp=4 sync=gossip:ring"),

@@ -91,6 +91,7 @@ def test_settings_of_compression_are_proved_too(recipe, case):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_planted_bug_of_compression_is_caught(recipe):
     with Prover(steps=3) as prover:
         controls = {}

@@ -117,14 +117,7 @@ def test_settings_of_policies_are_proved_too(recipe):
 
 
 @pytest.mark.soak
-def test_planted_bugs_of_policies_are_caught(recipe):
-    with Prover(steps=3) as prover:
-        for name in CAUGHT:
-            found = try_mutant(prover, MUTANTS[name], load_recipe(recipe), {})
-            assert found.caught and found.control_ok, found
-
-
-@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_planted_bug_of_policies_is_caught(recipe):
     names = [name for name, mutant in MUTANTS.items() if "sync=" in mutant.plan]
     assert len(names) >= 9 and set(CAUGHT) < set(names)

@@ -75,7 +75,7 @@ class Averaging:
         return True
 
     def _nesterov(self, name: str, agreed: Tensor, change: Tensor, _lr: float) -> None:
-        share = self._config.outer_momentum
+        share = self._config.outer_momentum_of(self._rule.kind)
         for agreed_part, momentum, weight in chunks(agreed, self._momentum[name], change):
             step_nesterov_(agreed_part, momentum, weight, share=share, rate=self._config.outer_lr)
             weight.copy_(agreed_part)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.core.config import Config
+from shoal.core.syncrule import SyncKind
 
 
 class ReplicaConfig(Config):
@@ -12,9 +13,10 @@ class ReplicaConfig(Config):
 
     outer_lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
     """Rate of the outer step of diloco and stream."""
-    outer_momentum: float = Field(default=0.5, ge=0, lt=1)
-    """Nesterov momentum of the outer step of diloco and stream. The paper's 0.9, which adds up to seven times a change that
-    persists, is for rounds of hundreds of steps; with rounds of 20 it ended above one replica alone, and 0.5 did not."""
+    outer_momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Nesterov momentum of the outer step; left out: 0.5 for diloco and 0.9 for stream. The papers' 0.9 adds up to seven times a
+    change that persists: with rounds of 20 steps diloco ended above one replica alone by it, and stream, whose islands keep a
+    share of their own progress, closer to dense than by 0.5."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
     """Share of its own progress that an island keeps when a fragment of stream is applied; 0 takes the agreed weights."""
     slow_lr: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -40,3 +42,9 @@ class ReplicaConfig(Config):
     the validation loss falls (AdaComm, from the first evaluation on)."""
     interval_scale: float = Field(default=0.01, gt=0, allow_inf_nan=False)
     """The quadratic rule's coefficient: rounds are at least (this / learning rate) squared steps apart."""
+
+    def outer_momentum_of(self, kind: SyncKind) -> float:
+        """The momentum of a policy's outer step."""
+        if self.outer_momentum is not None:
+            return self.outer_momentum
+        return 0.9 if kind == "stream" else 0.5

@@ -116,9 +116,10 @@ class Streaming:
         """The messages of one fragment, and then its outer step; on a thread where there is a delay."""
         yield from mean.messages(sent)
         self._island.narrow_(sent, changes)
+        momentum = self._config.outer_momentum_of(self._rule.kind)
         for name, change in changes.items():
             for parts in chunks(self._agreed[name], self._momentum[name], change):
-                step_nesterov_(*parts, share=self._config.outer_momentum, rate=self._config.outer_lr)
+                step_nesterov_(*parts, share=momentum, rate=self._config.outer_lr)
 
     def _land(self, fragment: int) -> None:
         """Wait for a fragment that is under way; nothing where none is, as after a resume."""

@@ -55,8 +55,18 @@ def test_the_outer_step_of_diloco_is_torchs_nesterov():
 
 
 def test_streaming_with_one_fragment_and_no_delay_is_diloco_bit_for_bit():
-    diloco, stream = run("diloco:3", 10, dtype=torch.float32), run("stream:3,1,0", 10, dtype=torch.float32)
+    config = ReplicaConfig(mixing=0.0, outer_momentum=0.8)
+    diloco, stream = (run(rule, 10, config, dtype=torch.float32) for rule in ("diloco:3", "stream:3,1,0"))
     assert all(torch.equal(diloco[name], stream[name]) for name in diloco)
+
+
+@pytest.mark.parametrize(("rule", "momentum"), [("diloco:3", 0.5), ("stream:3,1,0", 0.9)])
+def test_the_outer_momentum_that_is_left_out_is_the_policys(rule, momentum):
+    left_out, given = run(rule, 10), run(rule, 10, ReplicaConfig(mixing=0.0, outer_momentum=momentum))
+    other = run(rule, 10, ReplicaConfig(mixing=0.0, outer_momentum=0.7))
+    assert all(
+        torch.equal(left_out[name], given[name]) and not torch.equal(left_out[name], other[name]) for name in given
+    )
 
 
 def test_more_fragments_than_parameters_are_refused():

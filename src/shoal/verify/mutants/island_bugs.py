@@ -31,7 +31,7 @@ def push_heavy_ball(
 ) -> None:
     """Heavy ball under the name of Nesterov: the agreed weights go by the momentum alone."""
     momentum = self._momentum[name]
-    momentum.mul_(self._config.outer_momentum).add_(change)
+    momentum.mul_(self._config.outer_momentum_of(self._rule.kind)).add_(change)
     agreed.sub_(momentum * self._config.outer_lr)
     change.copy_(agreed)
 

@@ -291,6 +291,9 @@ class Agreement:
     def _nesterov(self, name: str, change: Tensor) -> None:
         # Sutskever et al. 2013 in the form of torch.optim.SGD: m = u m + d, f = f - o (d + u m).
         share, outer = self.settings["outer_momentum"], self.settings["outer_lr"]
+        if share is None:
+            # The papers have 0.9; with short rounds and nothing kept of an island's own that is too much.
+            share = {"diloco": 0.5, "stream": 0.9}[self.rule.kind]
         self.momentum[name] = share * self.momentum[name] + change
         self.agreed[name] = self.agreed[name] - outer * (change + share * self.momentum[name])
 
