@@ -1,10 +1,12 @@
 """Weights from elsewhere under every plan: each rank reads its part, the whole is what one process loads, and tuning is exact."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import shoal
 from shoal.checkpoint.foreign import ForeignWeights
@@ -29,6 +31,7 @@ GROUPS = [
     {"match": "head.*", "lr": 2e-3, "weight_decay": 0.0},
 ]
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["query", "value"], "dropout": 0.1}
+LINEAR = {"weight": (256, 256), "bias": (256,)}
 PLANS = ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 microbatches=2", "dp=2 recompute=full"]
 
 
@@ -189,6 +192,47 @@ def test_a_script_loads_its_part_of_a_folder_after_it_set_its_model_up(tmp_path)
             assert_close(last, tuned, bound=1e-5 if plan == "tp=2" else 1e-6)
             assert plan == "tp=2" or 0 < read <= 4 * held, "a rank reads what it holds"
             assert set(told) <= set(names)
+
+
+def count_read():
+    """Bytes that this process has got of files so far, as the kernel counts them."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+def load_counted(world, path, plans):
+    """What the kernel counted while a rank loaded a file, and the bytes of what it holds, for each plan."""
+    found = []
+    for plan in plans:
+        with shoal.Run(plan=plan, world=world) as run:
+            model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(256, 256), nn.Tanh())])
+            loader = run.loader([(torch.zeros(256), torch.zeros(256))] * 8, global_batch=8)
+            run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.MSELoss())
+            shoal.load_weights(model, path)  # The first time also imports what it needs.
+            before = count_read()
+            shoal.load_weights(model, path)
+            read = count_read() - before
+            held = sum(4 * shard.tensor.numel() for shard in run.state_dict(whole=False).values())
+            run.step(loader.next())
+            found.append((read, held))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts bytes in /proc")
+def test_the_bytes_that_the_system_reads_for_a_rank_are_those_that_it_holds(tmp_path):
+    tensors = {f"{2 * layer}.{name}": torch.randn(shape) for layer in range(4) for name, shape in LINEAR.items()}
+    save_file(tensors, tmp_path / "body.safetensors")
+    whole = sum(4 * tensor.numel() for tensor in tensors.values())
+    header = 16_384
+    plans = ["dp=2", "dp=2 zero=3", "pp=2 microbatches=2", "tp=2"]
+    ranks = run_on_ranks(load_counted, 2, str(tmp_path / "body.safetensors"), plans, deadline_seconds=120)
+    for place, plan in enumerate(plans):
+        both = [rank[place] for rank in ranks]
+        if plan == "tp=2":  # Of a matrix whose columns are split a rank reads the rows in which they lie.
+            assert all(held <= read <= held + whole / 2 + header for read, held in both)
+        else:
+            assert all(held <= read <= held + header for read, held in both), (plan, both)
+        assert sum(held for _, held in both) == pytest.approx(2 * whole if plan == "dp=2" else whole, rel=0.01)
 
 
 @pytest.mark.soak
