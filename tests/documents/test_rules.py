@@ -79,6 +79,14 @@ def test_the_port_that_is_shown_is_the_one_in_the_examples():
     assert set(blocks) == {"port_before.py", "port_after.py"}
     for name, text in blocks.items():
         assert (ROOT / "examples" / name).read_text().endswith(text.partition("\n")[2])
+    before, after = (
+        [line.strip() for line in blocks[f"port_{name}.py"].splitlines() if line] for name in ("before", "after")
+    )
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    table = page.partition("| before | after |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in row.strip("|").split(" |")] for row in table.splitlines()]
+    assert [row[0] for row in rows if row[0]] == [line for line in before[1:] if line not in after]
+    assert [row[1] for row in rows if row[1]] == [line for line in after[1:] if line not in before]
 
 
 def _code(block: Block) -> list[str]:
