@@ -1,6 +1,7 @@
-"""The data room: what caches hit, how orders mix, what fitting costs, and what reading a store costs.
+"""The data room: what caches hit, how orders mix, what fitting, a step, reading a store and HDFS
+cost, and how soon an append is seen.
 
-python benchmarks/data/main.py [--only caches|order|fit|stores]
+python benchmarks/data/main.py [--only appends|caches|fit|hdfs|order|steps|stores]
 """
 
 import argparse
@@ -9,15 +10,21 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
+from appends import measure_appends
 from caches import measure_caches
 from fit import measure_fit
+from hdfs import measure_hdfs
 from orders import measure_orders
+from steps import measure_steps
 from stores import measure_stores
 
 PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "appends": measure_appends,
     "caches": measure_caches,
     "order": measure_orders,
     "fit": measure_fit,
+    "hdfs": measure_hdfs,
+    "steps": measure_steps,
     "stores": measure_stores,
 }
 
