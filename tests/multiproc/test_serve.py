@@ -184,6 +184,22 @@ def test_a_run_that_has_published_nothing_is_served_from_its_checkpoint(trained)
     assert "no whole model to serve" in here.run("serve", here.folder, expect=1).stderr
 
 
+@pytest.mark.soak
+def test_a_run_with_parameter_servers_is_served_from_its_newest_checkpoint(trained):
+    here, _, _ = trained
+    changes = ["--set", "publish.every_steps=", "--set", "checkpoint.every=4"]
+    here.run(
+        "train", here.folder / "run.toml", "--plan", "ps=1 workers=2 update=async", "--run-dir", "servers", *changes
+    )
+    process = here.start("serve", "servers", "--port", 0)
+    address = wait_for_address(process)
+    model = ask(address, "GET", "/model")[1]
+    assert (model["source"], model["step"]) == ("checkpoint", 12)
+    assert model["weights_sha256"] == read_summary(here.folder / "servers")["weights_sha256"]
+    assert ask(address, "POST", "/predict", {"rows": [{model["inputs"][0]["name"]: ROWS[0]}]})[0] == 200
+    end(process)
+
+
 def test_a_refresh_that_is_worse_is_not_published(trained):
     here, _, _ = trained
     changes = ["--set", "publish.bound=1", "--set", "optim.lr=0.5", "--set", "publish.every_steps=1"]

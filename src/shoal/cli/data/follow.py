@@ -56,7 +56,7 @@ def follow(
     key: _Key = None,
     columns: _Columns = None,
     type: _Type = None,
-    every: _Every = 1.0,
+    every: _Every = 0.4,
     until_idle: _Idle = None,
     rejects: _Rejects = None,
     option: _Set = None,

@@ -144,10 +144,13 @@ def open_store_data(config: StoreConfig) -> StoreData:
 
 def _open_cache(config: StoreConfig) -> StoreCache | None:
     """The cache of a store on another machine, where the recipe has one."""
-    folder = open_folder(config.path, config.storage)
-    if folder.local_path() is not None or not (config.cache.memory_bytes or config.cache.disk_bytes):
+    if not (config.cache.memory_bytes or config.cache.disk_bytes):
         return None
+    # Of a store on this machine too, which needs none: what cannot be is refused wherever it is said.
     check_cache(config.cache)
+    folder = open_folder(config.path, config.storage)
+    if folder.local_path() is not None:
+        return None
     return StoreCache(folder, config.cache)
 
 

@@ -85,6 +85,10 @@ class Attempts:
                 if until > part.size or start > part.size:
                     raise truncated(self._address, path, max(start, until), part.size)
                 for chunk in part.chunks:
+                    if not content and len(chunk) == until - start:
+                        # All of it at once, which need not be copied.
+                        self.calls.bytes_read += len(chunk)
+                        return bytes(chunk)
                     content += chunk
                     self.calls.bytes_read += len(chunk)
                     if len(content) > until - start:

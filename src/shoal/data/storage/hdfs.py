@@ -5,8 +5,10 @@ replace is what makes a create exclusive.
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +30,17 @@ from shoal.data.storage.timebox import within
 Result = TypeVar("Result")
 _PIECE = 8 << 20
 """Bytes of one request: a read that breaks off goes on at the last of them."""
+_OPEN_SECONDS = 5.0
+"""For which a file that was opened for a read serves the next one."""
+_MOST_OPEN = 64
 _BESIDE = ".shoal-writing-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    entry: Entry
+    reader: Any
+    until: float
 
 
 class HdfsStorage:
@@ -48,6 +60,7 @@ class HdfsStorage:
         self._settings = settings
         self._attempts = Attempts(self._address, settings)
         self.calls = self._attempts.calls
+        self._open: dict[str, _Opened] = {}
         self._options: Any = hdfs_native.WriteOptions
         try:
             self._client: Any = hdfs_native.Client(self._address, dict(settings.options))
@@ -70,20 +83,37 @@ class HdfsStorage:
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         """Exactly these bytes, held to the checksums of HDFS."""
         full = self._full(path)
-        found = self.stat(path)
+        opened = self._opened(path, full)
+        found = opened.entry
         until = found.size if end is None else end
         if until > found.size or start > found.size:
             raise truncated(self._address, path, max(start, until), found.size)
         if until <= start:
             return b""
-        reader = self._run("opening", path, lambda: self._client.read(full))
+        first = [opened.reader]
 
         def ask(at: int, stop: int | None) -> Part:
-            # Open again where a read broke off: another copy of the block may answer.
-            again = reader if at == start else self._once(path, lambda: self._client.read(full))
+            # Open again where a read broke off: another copy of the block may answer, or it is another file by now.
+            if not first:
+                self._open.pop(path, None)
+            again = first.pop() if first else self._once(path, lambda: self._client.read(full))
             return Part(size=found.size, version=found.version, chunks=self._pieces(path, again, at, stop or until))
 
         return self._attempts.read(path, start, until, ask)
+
+    def _opened(self, path: str, full: str) -> "_Opened":
+        """A file with its size and the places of its blocks, which the name node is asked for once in a scan and not for each
+        piece; for a moment, because another may take its name."""
+        known = self._open.get(path)
+        if known is not None and time.monotonic() < known.until:
+            return known
+        entry = self.stat(path)
+        reader = self._run("opening", path, lambda: self._client.read(full))
+        made = _Opened(entry=entry, reader=reader, until=time.monotonic() + _OPEN_SECONDS)
+        self._open[path] = made
+        while len(self._open) > _MOST_OPEN:
+            self._open.pop(next(iter(self._open)), None)
+        return made
 
     def list(self, folder: str) -> Iterator[Entry]:
         """All files below a folder, sorted by path."""
@@ -115,6 +145,7 @@ class HdfsStorage:
     def delete(self, path: str) -> None:
         """Delete a file; nothing happens where there is none."""
         full = self._full(path)
+        self._open.pop(path, None)
         with suppress(FileNotFoundError, RequestError):
             self._run("deleting", path, lambda: self._client.delete(full, False))
 
@@ -139,6 +170,7 @@ class HdfsStorage:
 
     def _rename(self, beside: str, path: str, *, is_new: bool) -> None:
         full = self._full(path)
+        self._open.pop(path, None)
 
         def rename() -> None:
             try:

@@ -18,8 +18,8 @@ def follow_overrides(tables: Mapping[str, Any]) -> list[str]:
     data, train, optim = (_section(tables, name) for name in ("data", "train", "optim"))
     if data.get("source") != "store":
         raise RequestError(
-            f"--follow takes in data as it is appended to a store, and data.source is {data.get('source', 'your own')!r}; build "
-            'one with `shoal data build SRC DST`, and set data.source = "store" and data.path'
+            f"--follow takes in data as it is appended to a store, and data.source is {data.get('source', 'your own')!r}; make "
+            'one with `shoal data follow SRC STORE` or `shoal data build SRC STORE`, and set data.source = "store" and data.path'
         )
     if (schedule := optim.get("schedule")) in _BY_LENGTH:
         raise RequestError(

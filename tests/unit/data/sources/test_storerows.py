@@ -194,6 +194,7 @@ def test_a_cache_holds_blocks_of_another_machine(monkeypatch):
         ({"sequence": 4, "tokens": "minus"}, "token ids are 0 or more"),
         ({"sequence": 4, "tokens": "label", "vocab": 3}, "set it to 5 or more"),
         ({"sequence": 4, "target": "label"}, "token ids alone"),
+        ({"target": "label", "cache": {"disk": "900 TiB", "path": "."}}, "900 TiB.* is more than the .* that are free"),
         ({"target": "label", "validation": 0.9, "test": 0.05, "inputs": ("weight",)}, None),
     ],
     ids=str,

@@ -14,6 +14,8 @@ from shoal.core.errors import RequestError
 from shoal.data.formats.files import DataFile, find_files
 from shoal.data.formats.opening import open_files
 from shoal.data.formats.options import ReadOptions
+from shoal.data.storage.local import LocalStorage
+from shoal.data.storage.opening import open_storage
 from shoal.data.storage.protocol import Missing
 from shoal.data.store.ingest.arrivals import Arrived
 from shoal.data.table import Schema
@@ -61,6 +63,9 @@ class FolderArrivals:
         pattern: which of its files.
         options: how they are read.
         warn: told of a file that changed after it was taken in.
+
+    Raises:
+        RequestError: there is no such folder on this machine; of another's storage an empty one cannot be told from none.
     """
 
     def __init__(
@@ -72,6 +77,9 @@ class FolderArrivals:
         options: ReadOptions | None = None,
         warn: Any = None,
     ) -> None:
+        storage, path = open_storage(address)
+        if isinstance(storage, LocalStorage) and not storage.local_path(path).is_dir():
+            raise RequestError(f"{address} is no folder; make it, or name the one that files arrive in")
         self._address, self._format, self._pattern = address, format, pattern
         self._options, self._warn = options or ReadOptions(), warn or (lambda text: None)
         self._before: dict[str, Seen] = {}

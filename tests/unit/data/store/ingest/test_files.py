@@ -93,3 +93,8 @@ def test_a_file_that_changes_after_it_was_taken_in_is_told_once(tmp_path):
     follow(folder, store, warn=warnings.append)
     assert len(open_store(str(store))) == 10
     assert len(warnings) == 1 and "write new rows into new files" in warnings[0]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="nobody is no folder"):
+        FolderArrivals(str(tmp_path / "nobody"))
