@@ -104,7 +104,7 @@ def _head(run: Run, now: float) -> list[dict[str, Any]]:
 def _reports(run: Run) -> list[dict[str, Any]]:
     """The culprit's words before those of ranks that only lost it."""
     ordered = sorted(run.errors.values(), key=lambda one: (one.get("peer_failure") is True, as_number(one.get("time"))))
-    found = []
+    found: list[dict[str, Any]] = []
     for report in ordered[:20]:
         values = {name: text(report.get(name), 1000) for name in ("rank", "type", "message")}
         key = "report_of_victim" if report.get("peer_failure") is True else "report"
