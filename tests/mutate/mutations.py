@@ -7,6 +7,7 @@ guarantees is without a mutation or a reason.
 
 from cache_mutations import CACHES
 from checkpoint_mutations import CHECKPOINTS
+from dashboard_mutations import DASHBOARD
 from ending_mutations import ENDINGS
 from failure_mutations import FAILURE
 from numerics_mutations import NUMERICS
@@ -27,6 +28,7 @@ MUTATIONS: list[Mutation] = [
     *RECEIPTS,
     *TABLES,
     *ONLINE,
+    *DASHBOARD,
     *TRUST,
 ]
 WITHOUT: dict[str, str] = {}

@@ -124,7 +124,8 @@ class ColumnCache:
                 # From here on its columns are pages of that file, which the system may take back when memory is short.
                 self.load(file)
             self._make_room()
-        except OSError:
+        except (OSError, OverflowError):
+            # Also for a whole number of a strange event that has more than 64 bits.
             with contextlib.suppress(OSError):
                 beside.unlink()
 

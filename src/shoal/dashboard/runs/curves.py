@@ -76,6 +76,13 @@ _TABLE_CURVES: dict[str, tuple[str, str, str, bool]] = {
 """Curve: table, column, unit, whether ranks differ."""
 
 
+def _is_known(name: str, steps: Table) -> bool:
+    """False for what no event says: waiting times in older runs, and the norm where nobody has the whole gradient."""
+    if name == "busy_seconds":
+        return any(column.startswith("wait:") for column in steps.names)
+    return name != "gradient_norm" or bool(np.isfinite(steps.column("grad_norm")).any())
+
+
 def curve_names(lead: EventFile) -> list[CurveName]:
     """The curves that there are values of."""
     found = []
@@ -84,7 +91,7 @@ def curve_names(lead: EventFile) -> list[CurveName]:
         found += [
             CurveName(name, unit, by_rank)
             for name, (unit, by_rank, _) in _STEP_CURVES.items()
-            if name != "busy_seconds" or any(column.startswith("wait:") for column in steps.names)
+            if _is_known(name, steps)
         ]
         for column in steps.names:
             kind, _, rest = column.partition(":")
@@ -225,7 +232,7 @@ class Curves:
         is_of_steps = name in _STEP_CURVES or (name in file.steps and ":" in name)
         if is_of_steps:
             table = file.steps
-            if not table.rows:
+            if not table.rows or not _is_known(name, table):
                 return None
         else:
             found = _table_values(file, name)

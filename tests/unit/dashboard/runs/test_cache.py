@@ -102,3 +102,10 @@ def test_the_longest_unused_go_first(tmp_path):
 def test_a_folder_that_cannot_be_written_is_no_failure(path, tmp_path):
     (tmp_path / "file").write_text("")
     assert Run(path, cache=ColumnCache(tmp_path / "file" / "cache")).look_once().curve("loss") is not None
+
+
+def test_a_number_of_more_than_64_bits_is_only_not_kept(path, cache):
+    with (path / "events" / "rank-000.jsonl").open("a") as file:
+        file.write('{"t": 1.0, "kind": "warning", "message": "x", "more": 123456789012345678901234567890}\n')
+    assert Run(path, cache=cache).look_once().events("warning")[1]["more"] == 123456789012345678901234567890
+    assert list(cache.folder.iterdir()) == []

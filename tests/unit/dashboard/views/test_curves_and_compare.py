@@ -92,3 +92,14 @@ def test_keys_that_differ_are_listed(tmp_path):
     answer = compare_answer(runs, 0.0)
     assert answer["recipe"] == [{"key": "optim.lr", "values": [1, 1.0]}, {"key": "train.steps", "values": [None, 3]}]
     assert answer["plan"] == [] and answer["common_steps"] == 3 and len(answer["summary"]) == 2
+
+
+def test_a_norm_that_nobody_has_is_no_curve(tmp_path):
+    path = make_run(tmp_path / "one", steps=0, status=None)
+    with (path / "events" / "rank-000.jsonl").open("a") as file:
+        file.writelines(step_line(step, 0, t=float(step), grad_norm=None) for step in range(1, 4))
+    run = Run(path).look_once()
+    assert "gradient_norm" not in [curve.name for curve in run.curve_names()] and run.curve("gradient_norm") is None
+    with (path / "events" / "rank-000.jsonl").open("a") as file:
+        file.write(step_line(4, 0, t=4.0, grad_norm=1.5))
+    assert curve_answer(run.look_once(), "gradient_norm")["mean"] == [None, None, None, 1.5]
