@@ -31,6 +31,7 @@ VERBS = (
     "keys",
     "role",
     "doctor",
+    "dash",
 )
 
 # Runs one line, then says on stdout's last line which of the heavy packages were loaded on the way.

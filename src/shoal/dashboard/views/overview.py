@@ -8,6 +8,7 @@ from shoal.dashboard.runs.columns import as_number
 from shoal.dashboard.runs.folder import RunFolder
 from shoal.dashboard.runs.pyramid import finite_list
 from shoal.dashboard.runs.run import Run
+from shoal.dashboard.views.checkpoints import checkpoints
 from shoal.dashboard.views.plain import finite, jsonable, text
 from shoal.dashboard.views.status import (
     culprit_of,
@@ -129,6 +130,7 @@ def run_answer(run: Run, now: float) -> dict[str, Any]:
         "curves": [{"name": text(one.name, 200), "unit": one.unit, "ranks": one.by_rank} for one in run.curve_names()],
         "timeline_steps": timeline_steps(run),
         "logs": logs(run),
+        "checkpoints": checkpoints(run),
         "broken_lines": run.broken_lines,
         "long_lines": run.long_lines,
         "unknown_kinds": {text(kind, 100): count for kind, count in list(run.unknown_kinds.items())[:100]},

@@ -143,3 +143,29 @@ def test_files_with_anything_in_them_break_nothing(path, name, content):
     run = Run(path).look_once()
     answer = run_answer(run, NOW)
     json.dumps(answer, allow_nan=False)
+
+
+def test_checkpoints_have_a_state(path):
+    def saved(step, **more):
+        return {"t": BEGIN + step, "rank": 0, "kind": "checkpoint_saved", "step": step, "path": f"x/checkpoints/step-{step:08d}",
+                "num_bytes": step, "stall_seconds": 0.1, "write_seconds": 0.2, **more}  # fmt: skip
+
+    refused = {
+        "t": BEGIN + 90,
+        "rank": 0,
+        "kind": "checkpoint_refused",
+        "path": "x/checkpoints/step-00000030",
+        "reason": "a bit",
+    }
+    with (path / "events" / "rank-000.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in (saved(10), saved(20), saved(30), refused))
+    for step, files in ((20, ("manifest.json", "good")), (30, ("manifest.json",)), (40, ("rank-000.safetensors",))):
+        folder = path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        for name in files:
+            (folder / name).write_text("1234")
+    found = run_answer(Run(path).look_once(), NOW)["checkpoints"]
+    assert [(one["step"], one["state"], one["reason"]) for one in found] == [
+        (10, "gone", ""), (20, "good", ""), (30, "refused", "a bit"), (40, "torn", "")
+    ]  # fmt: skip
+    assert [one["bytes"] for one in found] == [10, 20, 30, 4]
