@@ -3,52 +3,52 @@ import { compact, inUnit } from "../format.js";
 
 /** About `count` round values from `low` to `high`. */
 export function ticks(low, high, count) {
-  const wanted = (high - low) / Math.max(1, count);
-  if (!(wanted > 0)) return [low];
-  const size = 10 ** Math.floor(Math.log10(wanted));
-  const step = [1, 2, 5, 10].find((one) => one * size >= wanted * 0.999) * size;
-  const found = [];
-  for (let place = Math.ceil(low / step); place * step <= high + step * 1e-9; place++) found.push(Number((place * step).toPrecision(12)));
-  return found;
+	const wanted = (high - low) / Math.max(1, count);
+	if (!(wanted > 0)) return [low];
+	const size = 10 ** Math.floor(Math.log10(wanted));
+	const step = [1, 2, 5, 10].find((one) => one * size >= wanted * 0.75) * size;
+	const found = [];
+	for (let place = Math.ceil(low / step); place * step <= high + step * 1e-9; place++) found.push(Number((place * step).toPrecision(12)));
+	return found;
 }
 
 /** Decades, and in a short range what lies between them. */
 function logTicks(low, high, count) {
-  const decades = Math.log10(high / low);
-  const all = [];
-  const every = Math.max(1, Math.ceil(decades / count));
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += every) {
-    for (const one of decades < 1 ? [1, 2, 3, 4, 5, 6, 8] : decades < 3 ? [1, 2, 5] : [1]) all.push(Number((one * 10 ** power).toPrecision(3)));
-  }
-  const inside = all.filter((one) => one >= low && one <= high);
-  return inside.length > 1 ? inside : ticks(low, high, count);
+	const decades = Math.log10(high / low);
+	const all = [];
+	const every = Math.max(1, Math.ceil(decades / count));
+	for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += every) {
+		for (const one of decades < 1 ? [1, 2, 3, 4, 5, 6, 8] : decades < 3 ? [1, 2, 5] : [1]) all.push(Number((one * 10 ** power).toPrecision(3)));
+	}
+	const inside = all.filter((one) => one >= low && one <= high);
+	return inside.length > 1 ? inside : ticks(low, high, count);
 }
 
 export function valueTicks(low, high, count, unit, log) {
-  if (log) return logTicks(low, high, count);
-  // Bytes have round values of their own.
-  const size = unit === "bytes" ? 1024 ** Math.max(0, Math.floor(Math.log2(high || 1) / 10)) : 1;
-  return ticks(low / size, high / size, count).map((one) => one * size);
+	if (log) return logTicks(low, high, count);
+	// Bytes have round values of their own.
+	const size = unit === "bytes" ? 1024 ** Math.max(0, Math.floor(Math.log2(high || 1) / 10)) : 1;
+	return ticks(low / size, high / size, count).map((one) => one * size);
 }
 
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
 export function timeTicks(low, high, count) {
-  const wanted = (high - low) / Math.max(1, count);
-  const step = SECONDS.find((one) => one >= wanted) ?? Math.ceil(wanted / 604800) * 604800;
-  const shift = new Date(low * 1000).getTimezoneOffset() * 60;
-  const found = [];
-  for (let at = Math.ceil((low - shift) / step) * step + shift; at <= high; at += step) {
-    const when = new Date(at * 1000);
-    const two = (value) => String(value).padStart(2, "0");
-    found.push([at, step >= 86400 ? `${two(when.getMonth() + 1)}-${two(when.getDate())}` : `${two(when.getHours())}:${two(when.getMinutes())}${step < 60 ? `:${two(when.getSeconds())}` : ""}`]);
-  }
-  return found;
+	const wanted = (high - low) / Math.max(1, count);
+	const step = SECONDS.find((one) => one >= wanted) ?? Math.ceil(wanted / 604800) * 604800;
+	const shift = new Date(low * 1000).getTimezoneOffset() * 60;
+	const found = [];
+	for (let at = Math.ceil((low - shift) / step) * step + shift; at <= high; at += step) {
+		const when = new Date(at * 1000);
+		const two = (value) => String(value).padStart(2, "0");
+		found.push([at, step >= 86400 ? `${two(when.getMonth() + 1)}-${two(when.getDate())}` : `${two(when.getHours())}:${two(when.getMinutes())}${step < 60 ? `:${two(when.getSeconds())}` : ""}`]);
+	}
+	return found;
 }
 
 /** Places and texts of a horizontal axis. */
 export function acrossTicks(low, high, count, x) {
-  return x === "time" ? timeTicks(low, high, count) : ticks(low, high, count).map((one) => [one, compact(one, 5)]);
+	return x === "time" ? timeTicks(low, high, count) : ticks(low, high, count).map((one) => [one, compact(one, 5)]);
 }
 
 export const upText = (value, unit) => inUnit(value, unit, 4);

@@ -2,57 +2,51 @@
 import { card, el, empty, replace, table } from "../dom.js";
 import { any, bytes, compact, exact, integer, number, seconds } from "../format.js";
 import { get } from "../net.js";
-import { has, t } from "../words.js";
-import { stroke, wall } from "./wall.js";
+import { t } from "../words.js";
+import { curveTitle, stroke, wall } from "./wall.js";
 
-const SHOWN = { tokens_per_s: compact, step_seconds: seconds, memory_bytes: bytes, step: integer, loss: (value) => number(value, 8), validation_loss: (value) => number(value, 8), wall_s: seconds };
+const CALLED = { world_size: "ranks", memory_bytes: "memory" };
+const SHOWN = { hash: (value) => (value ? value.slice(0, 16) : any(value)), tokens_per_s: compact, step_seconds: seconds, memory_bytes: bytes, step: integer, loss: (value) => number(value, 8), validation_loss: (value) => number(value, 8) };
 
 export function compare(app, _, query) {
-  const ids = (query.get("ids") ?? "").split(",").filter(Boolean).slice(0, 10);
-  const names = () => ids.map((id) => app.rows.get(id)?.name ?? id);
-  const node = el("div", { class: "compare" }, el("p", { class: "empty dim" }, t("loading")));
-  app.crumbs([t("compare"), null]);
-  let inner = null;
+	const ids = (query.get("ids") ?? "").split(",").filter(Boolean).slice(0, 8);
+	const node = el("div.compare", el("p.loading", t("loading")));
+	app.crumbs([t("compare"), null]);
+	let inner = null;
 
-  async function load() {
-    const [answer, ...headers] = await Promise.all([get("compare", { ids: ids.join(",") }), ...ids.map((id) => get(`run/${id}`).catch(() => null))]);
-    for (const one of headers) if (one && !app.rows.has(one.id)) app.rows.set(one.id, one);
-    const known = headers.filter(Boolean);
-    const curves = (known[0]?.curves ?? []).filter((curve) => known.every((one) => one.curves.some((other) => other.name === curve.name)));
-    inner?.end();
-    inner = wall(app, { runs: ids.map((id, place) => ({ id, label: names()[place] })), curves, query, onquery: (values) => app.go(`/compare?${new URLSearchParams({ ids: ids.join(","), ...values })}`, { quietly: true }) });
-    replace(node, el("h1", {}, t("compare.of", { count: ids.length })), first(answer.first_difference, names()),
-      el("div", { class: "pair" }, summary(answer.summary, names()), el("div", {}, differences(t("recipe"), answer.recipe, names()), differences(t("plan"), answer.plan, names()))), inner.node);
-  }
+	async function load() {
+		const [answer, ...headers] = await Promise.all([get("compare", { ids: ids.join(",") }), ...ids.map((id) => get(`run/${id}`).catch(() => null))]);
+		const known = headers.filter(Boolean);
+		const curves = (known[0]?.curves ?? []).filter((curve) => known.every((one) => one.curves.some((other) => other.name === curve.name)));
+		const { names } = answer;
+		inner?.end();
+		inner = wall(app, { runs: ids.map((id, place) => ({ id, label: names[place] })), curves, query, onquery: (values) => app.go(`/compare?${new URLSearchParams({ ids: ids.join(","), ...values })}`, { quietly: true }) });
+		replace(node, el("h1", t("compare.of", { count: ids.length })), first(answer, names),
+			el("div.pair", summary(answer.summary, names), el("div", differences(t("recipe"), answer.recipe, names), differences(t("column.plan"), answer.plan, names))), inner.node);
+	}
 
-  if (ids.length < 2) replace(node, empty(t("compare.none"), t("compare.hint")));
-  else load().catch((error) => replace(node, empty(error.message)));
-  return { node, end: () => inner?.end(), again: () => load().catch((error) => app.note(error.message)), points: (value) => inner?.points(value), tick: () => inner?.tick() };
+	if (ids.length < 2) replace(node, empty(t("compare.none"), t("compare.hint")));
+	else load().catch((error) => replace(node, empty(error.message)));
+	return { node, end: () => inner?.end(), again: () => load().catch((error) => app.note(error.message)), points: (value) => inner?.points(value), tick: () => inner?.tick() };
 }
 
-function first(difference, names) {
-  if (!difference) return el("div", { class: "verdict good" }, el("b", {}, "✓ ", t("same")), " ", t("same.why"));
-  return el("div", { class: "verdict" }, el("b", {}, t("first.difference", { step: integer(difference.step), what: has(`curve.${difference.what}`) ? t(`curve.${difference.what}`) : difference.what })),
-    el("dl", { class: "facts" }, (difference.values ?? []).map((value, place) => el("div", {}, el("dt", {}, names[place]), el("dd", { class: "mono", "data-value": any(value) }, any(value))))));
+function first({ first_difference: difference, common_steps: steps }, names) {
+	if (!difference) return steps ? el("div.verdict.good", `✓ ${t("same", { steps: integer(steps) })}`) : el("div.verdict", t("no.common"));
+	return el("div.verdict", el("b", t("first.difference", { step: integer(difference.step), what: curveTitle(difference.what.replaceAll(" ", "_")) })),
+		el("dl.facts", difference.values.map((value, place) => el("div", el("dt", names[place]), el("dd.mono", { "data-value": any(value) }, any(value))))));
 }
 
-const columns = (names, withStroke) => [{ text: "" }, ...names.map((name, place) => ({ text: withStroke ? el("span", { class: "named" }, stroke(place), name) : name, number: true }))];
+const columns = (names, withStroke) => [{ text: "" }, ...names.map((name, place) => ({ text: withStroke ? el("span.named", stroke(place), name) : name, number: true }))];
 
 function summary(rows, names) {
-  const entries = Array.isArray(rows) && rows[0] && "values" in rows[0] ? rows : keyed(rows);
-  return card(t("summary"), null, table(t("summary"), columns(names, true), entries.map((row) => {
-    const show = SHOWN[row.key] ?? ((value) => (typeof value === "number" ? exact(value) : any(value)));
-    return [has(`column.${row.key}`) ? t(`column.${row.key}`) : row.key.replaceAll("_", " "), ...row.values.map((value) => el("span", { title: any(value) }, show(value)))];
-  })));
-}
-
-/** One object for each run, turned into one row for each key. */
-function keyed(rows) {
-  const keys = [...new Set((rows ?? []).flatMap((row) => Object.keys(row ?? {})))];
-  return keys.map((key) => ({ key, values: rows.map((row) => row?.[key] ?? null) }));
+	const keys = Object.keys(rows[0]).filter((key) => !["id", "name", "proof"].includes(key));
+	return card(t("summary"), null, table(t("summary"), columns(names, true), keys.map((key) => {
+		const show = SHOWN[key] ?? ((value) => (typeof value === "number" ? exact(value) : any(value)));
+		return [t(`column.${CALLED[key] ?? key}`), ...rows.map((row) => row[key]).map((value) => el("span", { title: any(value) }, show(value)))];
+	})));
 }
 
 export function differences(title, rows, names) {
-  if (!rows?.length) return card(title, null, el("p", { class: "dim" }, t("no.difference")));
-  return card(title, null, table(title, columns(names), rows.map((row) => [el("span", { class: "mono" }, row.key), ...row.values.map((value) => el("span", { class: "mono" }, any(value)))])));
+	if (!rows?.length) return card(title, null, el("p.dim", t("no.difference")));
+	return card(title, null, table(title, columns(names), rows.map((row) => [el("span.mono", row.key), ...row.values.map((value) => el("span.mono", any(value)))])));
 }
