@@ -59,6 +59,7 @@ tools:
 	command -v sbatch >/dev/null 2>&1 && command -v slurmctld >/dev/null 2>&1 && command -v slurmd >/dev/null 2>&1 \
 		|| missing="$$missing slurmctld slurmd slurm-client munge"; \
 	command -v mpirun.openmpi >/dev/null 2>&1 || missing="$$missing openmpi-bin"; \
+	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || missing="$$missing chromium fonts-dejavu-core"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing) >/dev/null 2>&1 && missing=""; \
 	fi; \
