@@ -9,9 +9,9 @@ import psutil
 
 from support.processes import warm
 
-KEPT = ("resource_tracker", "shoal.launch.forkserver shoal.testing.ranks")
+KEPT = ("resource_tracker", "shoal.launch.forkserver shoal.testing.ranks", "/chromium --type=", "/chrome --type=")
 """The resource tracker of multiprocessing and the process that ranks are forked from live as long as the test session does, as
-does the one that commands are forked from."""
+does the one that commands are forked from. A browser starts and ends helpers of its own as it likes; they end with it."""
 
 THREADS = ("event-log", "prefetch", "shoal-saver")
 """Threads of ours that end with what started them; libraries keep some of theirs for as long as a process lives."""
@@ -58,7 +58,9 @@ def _children(pid: int) -> list[int]:
 
 def _command_line(pid: int) -> str:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        process = psutil.Process(pid)
+        # One that is ending has no arguments any more.
+        return " ".join(process.cmdline()) or f"/{process.name()} --type="
     except psutil.NoSuchProcess:
         return ""
 
