@@ -334,7 +334,7 @@ def test_the_story_and_the_logs_are_searched(page, watched):
     page.wait_for_function("() => document.querySelectorAll('.events li').length === 1")
     log = page.locator(".log")
     assert log.inner_text().rstrip().endswith("the end") and "\x1b" not in log.inner_text()
-    page.get_by_placeholder("Search this log").fill("needle")
+    page.get_by_placeholder("Search the log").fill("needle")
     page.wait_for_selector(".log mark")
     assert watched.texts(".log mark") == ["needle"]
 

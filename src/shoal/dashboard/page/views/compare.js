@@ -6,7 +6,7 @@ import { t } from "../words.js";
 import { curveTitle, stroke, wall } from "./wall.js";
 
 const CALLED = { world_size: "ranks", memory_bytes: "memory" };
-const SHOWN = { hash: (value) => (value ? value.slice(0, 16) : any(value)), tokens_per_s: compact, step_seconds: seconds, memory_bytes: bytes, step: integer, loss: (value) => number(value, 8), validation_loss: (value) => number(value, 8) };
+const SHOWN = { status: (value) => t(`status.${value}`), hash: (value) => (value ? value.slice(0, 16) : any(value)), tokens_per_s: compact, step_seconds: seconds, memory_bytes: bytes, step: integer, loss: (value) => number(value, 8), validation_loss: (value) => number(value, 8) };
 
 export function compare(app, _, query) {
 	const ids = (query.get("ids") ?? "").split(",").filter(Boolean).slice(0, 8);

@@ -26,7 +26,7 @@ export function journal(app, run) {
 	}
 
 	const tools = el("div.bar-tools", el("div.searchbox", search, el("kbd", { "aria-hidden": "true" }, "/")),
-		segments(t("level"), [["", t("all")], ...Object.keys(LEVELS).map((one) => [one, t(`level.${one}`)])], "", (value) => { state.level = value; load(); }));
+		segments(t("level"), [["", t("all")], ...["warning", "error"].map((one) => [one, t(`level.${one}`)])], "", (value) => { state.level = value; load(); }));
 	const logs = logViewer(app, run);
 	const node = el("div.journal", {},
 		el("div.withside.even", card(t("story"), null, tools, list, more), el("div", logs.node, certificates(run.certificates), recipe(app, run))));
