@@ -1,15 +1,12 @@
-"""Draws the pictures of docs/guides/dashboard.md from real runs: `.venv/bin/python tests/browser/figures.py`, two minutes.
+"""Draws the pictures of docs/guides/dashboard.md: `.venv/bin/python tests/browser/figures.py [FOLDER]`, two minutes.
 
-The slow rank is a real one: it is stopped for a third of the time.
+All runs are real but the one with the slow rank, whose numbers are made up. Those that FOLDER has are not made again.
 """
 
-import contextlib
 import json
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -20,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from playwright.sync_api import sync_playwright  # noqa: E402
 
 from support.dashboard.browser import ARGUMENTS, CHROMIUM, Dash, Watched  # noqa: E402
+from support.dashboard.synthetic import make_run  # noqa: E402
 
 RECIPE = """
 [model]
@@ -57,19 +55,23 @@ RUNS = {
     "tensor-parallel": ["tp=2"],
     "servers-ssp": ["ps=2 workers=2 update=ssp:2"],
     "islands": ["islands=2 sync=local"],
-    "replicas-4": ["dp=4"],
     "killed-at-60": ["dp=2"],
 }
 
 
 def main():
     """Make the runs, then the pictures."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Path(folder) / "runs"
-        (Path(folder) / "gpt.toml").write_text(RECIPE)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary).resolve()
+        runs = folder / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        (folder / "gpt.toml").write_text(RECIPE)
         for name, (plan, *settings) in RUNS.items():
-            train(Path(folder), name, plan, settings)
-        take(runs, Path(folder) / "cache")
+            if not (runs / name).exists():
+                train(folder, name, plan, settings)
+        if not (runs / "eight-ranks").exists():
+            make_slow(runs / "eight-ranks")
+        take(runs, Path(temporary) / "cache")
 
 
 def train(folder, name, plan, settings):
@@ -78,8 +80,6 @@ def train(folder, name, plan, settings):
     for setting in settings:
         words += ["--set", setting]
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    if name == "replicas-4":
-        threading.Thread(target=slow_down, args=(process, folder / "runs" / name, 2), daemon=True).start()
     if name == "killed-at-60":
         find_rank(process, folder / "runs" / name, 1, step=60).kill()
     print(name, process.wait())
@@ -96,15 +96,24 @@ def find_rank(process, run, rank, step):
     raise SystemExit(f"{run} ended before step {step}")
 
 
-def slow_down(process, run, rank):
-    """Stop a rank for a third of the time, from its fortieth step on."""
-    child = find_rank(process, run, rank, step=40)
-    with contextlib.suppress(psutil.Error):
-        while process.poll() is None:
-            child.send_signal(signal.SIGSTOP)
-            time.sleep(0.02)
-            child.send_signal(signal.SIGCONT)
-            time.sleep(0.04)
+def make_slow(run):
+    """Made-up numbers of eight ranks on two hosts, of which one is 35% busier from step 90 on."""
+    make_run(run, ranks=8, steps=240, slow=(5, 1.35))
+    with tempfile.TemporaryDirectory() as other:
+        make_run(Path(other) / "even", ranks=8, steps=240)
+        for rank in range(8):
+            path = run / "events" / f"rank-{rank:03d}.jsonl"
+            slow, even = (one.read_text().splitlines() for one in (path, Path(other) / "even" / "events" / path.name))
+            part = 60_000_000 * (8 + rank % 3)
+            events = [
+                {"kind": "placed", "host": f"node-{rank // 4}", "device": f"cuda:{rank % 4}", "local_rank": rank % 4,
+                 "coordinates": {"dp": rank}, "threads": 1, "pid": 100 + rank},
+                {"kind": "memory", "step": 240, "weights_bytes": part, "gradient_bytes": part, "optimizer_bytes": 2 * part,
+                 "other_bytes": 900_000_000, "rss_bytes": 4 * part + 900_000_000, "peak_rss_bytes": 4 * part + 990_000_000},
+                {"kind": "axis_traffic", "step": 240, "rows": {"dp all_reduce": [240, 240 * 4 * part, 21.5]}},
+            ]  # fmt: skip
+            lines = [json.dumps({"t": 1_790_000_024.5, "rank": rank, **event}) for event in events]
+            path.write_text("\n".join([*even[:90], *slow[90:], *lines]) + "\n")
 
 
 def take(runs, cache):
@@ -157,7 +166,7 @@ PICTURES = {
         "timeline": ("/run/{pipeline_1f1b}/timeline", ".gantt canvas"),
     },
     "dark": {
-        "ranks": ("/run/{replicas_4}/ranks", "[data-table=scores]"),
+        "ranks": ("/run/{eight_ranks}/ranks", "[data-table=scores]"),
         "compare": ("/compare?ids={gpt_zero1},{gpt_dropout}", "[data-curve=loss] .readout b"),
     },
 }

@@ -272,6 +272,7 @@ def test_a_cell_of_the_timeline_is_the_span_of_the_events(page, watched):
     assert titles[:2] == ["Executed", "Planned"]
     executed = page.locator(".timeline .card", has=page.get_by_role("heading", name="Executed"))
     executed.locator("summary").click()
+    executed.locator("tbody tr").first.wait_for()
     rows = [row.split("\t") for row in executed.locator("tbody tr").all_inner_texts()]
     assert {(row[0], row[1]) for row in rows} == {
         (str(rank), name) for rank, cells in enumerate(CELLS) for name, _, _ in cells

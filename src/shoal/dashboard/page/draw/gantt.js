@@ -130,7 +130,7 @@ export class Gantt {
 			context.lineTo(x, height - FOOT);
 			context.stroke();
 			context.fillStyle = colour("dim");
-			context.fillText(`${Number((time * 1000).toPrecision(6))} ms`, Math.max(LEFT + 14, Math.min(x, right - 18)), height - FOOT / 2 + 2);
+			context.fillText(this.range[1] > 3 ? `${time} s` : `${Number((time * 1000).toPrecision(6))} ms`, Math.max(LEFT + 14, Math.min(x, right - 18)), height - FOOT / 2 + 2);
 		}
 	}
 

@@ -114,7 +114,7 @@ function facts(app, row, header) {
 		["memory", bytes(row.memory_bytes), exact(row.memory_bytes)],
 		["ranks", integer(row.world_size)],
 		row.eta_s == null ? null : ["eta", seconds(row.eta_s)],
-		["started", clock(row.started)],
+		["started", clock(row.started || null)],
 		["updated", el("time", { "data-t": row.updated, title: clock(row.updated) }, age(app.now() - row.updated))],
 		header.generations?.length > 1 ? ["generations", integer(header.generations.length)] : null,
 		row.hash ? ["hash", el("span.mono", { title: row.hash }, row.hash.slice(0, 12))] : null,
