@@ -63,6 +63,10 @@ tools:
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing) >/dev/null 2>&1 && missing=""; \
 	fi; \
+	if ! command -v promtool >/dev/null 2>&1 && [ ! -x $(VENV)/promtool/usr/bin/promtool ]; then \
+		mkdir -p $(VENV)/promtool && (cd $(VENV)/promtool && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . \
+			&& rm -f prometheus_*.deb usr/bin/prometheus) >/dev/null 2>&1 || missing="$$missing promtool"; \
+	fi; \
 	if [ -n "$$missing" ]; then echo "missing:$$missing; tests that need them will skip" >&2; fi
 
 demo: $(VENV)/.installed
