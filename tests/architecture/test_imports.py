@@ -32,6 +32,10 @@ VERBS = (
     "role",
     "doctor",
     "dash",
+    "top",
+    "report",
+    "runs",
+    "export",
 )
 
 # Runs one line, then says on stdout's last line which of the heavy packages were loaded on the way.

@@ -18,7 +18,11 @@ import typer
 from shoal.cli import ckpt, keys, role
 from shoal.cli.calibrate import calibrate
 from shoal.cli.clusters import job
+from shoal.cli.dashboard import runs
 from shoal.cli.dashboard.dash import dash
+from shoal.cli.dashboard.export import export
+from shoal.cli.dashboard.report import report
+from shoal.cli.dashboard.top import top
 from shoal.cli.data import group as data
 from shoal.cli.doctor import doctor
 from shoal.cli.init import init
@@ -63,12 +67,16 @@ app.command("plan")(plan)
 app.command("predict")(predict)
 app.command("simulate")(simulate)
 app.command("init")(init)
+app.command("dash")(dash)
+app.command("top")(top)
+app.command("report")(report)
+app.add_typer(runs.app, name="runs", cls=runs.RunsGroup)
+app.command("export")(export)
 app.add_typer(ckpt.app, name="ckpt", cls=LightGroup)
 app.add_typer(keys.app, name="keys", cls=LightGroup)
 app.add_typer(role.app, name="role", cls=LightGroup)
 app.add_typer(job.app, name="job", cls=LightGroup)
 app.add_typer(data.app, name="data", cls=LightGroup)
-app.command("dash")(dash)
 app.command("doctor")(doctor)
 app.command("place")(place)
 

@@ -33,9 +33,14 @@ VERBS = (
     "doctor",
     "serve",
     "data",
+    "top",
+    "report",
+    "runs",
+    "export",
 )
 
-GROUPS = ("ckpt", "keys", "role", "job", "data")
+RUNS = ("runs list", "runs compare", "runs prune")
+GROUPS = ("ckpt", "keys", "role", "job", "data", "runs")
 
 # The real main() with one more verb, which does what its argument says.
 WITH_A_VERB = """
@@ -76,7 +81,7 @@ def test_help_lists_every_verb(installed_shoal):
 
 @pytest.mark.parametrize(
     "verb",
-    [verb for verb in (*VERBS, "keys new", "keys show", "job slurm", "data show") if verb not in GROUPS],
+    [verb for verb in (*VERBS, "keys new", "keys show", "job slurm", "data show", *RUNS) if verb not in GROUPS],
 )
 def test_every_verb_takes_json(installed_shoal, verb):
     done = installed_shoal(*verb.split(), "--help")
