@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from clients import Dash, cpu_seconds, listen, peak_bytes, wait_for
-from writing import add_steps, make_live_run, make_runs, write_tensorboard
+from writing import PHASES, add_steps, make_live_run, make_runs, write_tensorboard
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parents[1] / "recipes" / "tiny.toml"
 CURVES = ("loss", "learning_rate", "gradient_norm", "tokens_per_s")
+ALL_CURVES = (*CURVES, "samples_per_s", "step_seconds", "data_seconds", "loss_scale", "wait_dp", *PHASES)
+"""What is read of every step, whichever curves are looked at."""
 
 
 @contextlib.contextmanager
@@ -109,6 +111,24 @@ def open_in_tensorboard(python: Path, logs: Path, count: int, steps: int) -> dic
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def beside_tensorboard(folder: Path, asked: argparse.Namespace, logs: Path, number: int) -> dict[str, Any]:
+    """Both open the same runs, one after the other: TensorBoard, ours without a cache, ours with one."""
+    theirs = open_in_tensorboard(asked.tensorboard, logs, 100, asked.peer_steps)
+    cache = folder / f"cache-{logs.name}-{number}"
+    cold = open_runs(folder / "peer", cache, 100, asked.peer_steps, curves=True)
+    warm = open_runs(folder / "peer", cache, 100, asked.peer_steps, curves=True)
+    return {
+        "tensorboard": theirs,
+        "cold": cold,
+        "warm": warm,
+        **{
+            f"{name}_ratio_{what}": ours[key] / theirs[key]
+            for name, ours in (("cold", cold), ("warm", warm))
+            for what, key in (("cpu", "cpu_s"), ("wall", "wall_s"))
+        },
+    }
 
 
 def answers(runs: Path, cache: Path, asked: int) -> dict[str, Any]:
@@ -260,14 +280,12 @@ def main() -> None:
         if asked.tensorboard is not None:
             peer = folder / "peer"
             make_runs(peer, 100, asked.peer_steps)
-            write_tensorboard(peer, folder / "logs")
-            rounds = []
-            for number in range(2):
-                ours = open_runs(peer, folder / f"cache-{number}", 100, asked.peer_steps, curves=True)
-                theirs = open_in_tensorboard(asked.tensorboard, folder / "logs", 100, asked.peer_steps)
-                rounds.append({"ours": ours, "tensorboard": theirs, "ratio": ours["cpu_s"] / theirs["cpu_s"]})
-            result["tensorboard"] = {"steps": asked.peer_steps, "rounds": rounds}
-            print(json.dumps(result["tensorboard"], indent=2), flush=True)
+            for name, curves in (("four_curves", CURVES), ("all_curves", ALL_CURVES)):
+                logs = folder / name
+                write_tensorboard(peer, logs, curves)
+                result[name] = [beside_tensorboard(folder, asked, logs, number) for number in range(2)]
+                print(json.dumps({name: result[name]}, indent=2), flush=True)
+                shutil.rmtree(logs)
     finally:
         shutil.rmtree(folder)
     asked.to.write_text(json.dumps(result, indent=2) + "\n")

@@ -4,10 +4,17 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
-_NAMES = {"loss": "loss", "lr": "learning_rate", "grad_norm": "gradient_norm"}
+_NAMES = {
+    "loss": "loss", "lr": "learning_rate", "grad_norm": "gradient_norm", "seconds": "step_seconds",
+    "data_seconds": "data_seconds", "loss_scale": "loss_scale",
+}  # fmt: skip
+PHASES = ("data", "forward", "backward", "optimizer")
+_WRITTEN = 4
 
 
 def step_line(rank: int, step: int, at: float, draw: random.Random) -> str:
@@ -92,17 +99,25 @@ def add_steps(run: Path, ranks: int, step: int) -> None:
     os.replace(beside, run / "live.json")
 
 
-def write_tensorboard(runs: Path, logs: Path) -> None:
-    """The four main curves of every run as TensorBoard has them."""
+def write_tensorboard(runs: Path, logs: Path, curves: tuple[str, ...]) -> None:
+    """Curves of every run as TensorBoard has them. Four are written, and copied: writing them all takes longer than reading."""
     from tensorboardX import SummaryWriter
 
-    for run in sorted(runs.iterdir()):
+    folders = sorted(runs.iterdir())
+    for run in folders[:_WRITTEN]:
         with SummaryWriter(str(logs / run.name), flush_secs=600) as writer:
             for line in (run / "events" / "rank-000.jsonl").read_text().splitlines():
                 event = json.loads(line)
                 if event["kind"] == "step":
-                    for key, name in _NAMES.items():
-                        writer.add_scalar(name, event[key], event["step"], walltime=event["t"])
-                    writer.add_scalar(
-                        "tokens_per_s", event["tokens"] / event["seconds"], event["step"], walltime=event["t"]
-                    )
+                    values = _values(event)
+                    for name in curves:
+                        writer.add_scalar(name, values[name], event["step"], walltime=event["t"])
+    for number, run in enumerate(folders[_WRITTEN:]):
+        shutil.copytree(logs / folders[number % _WRITTEN].name, logs / run.name)
+
+
+def _values(event: dict[str, Any]) -> dict[str, float]:
+    """All that a step says, by the names of curves."""
+    own = {name: event[key] for key, name in _NAMES.items()}
+    speeds = {f"{name}_per_s": event[name] / event["seconds"] for name in ("tokens", "samples")}
+    return {**own, **speeds, **event["phases"], "wait_dp": event["wait_seconds"]["dp"]}

@@ -46,14 +46,16 @@ class RunFolder:
         self._found_at = float("-inf")
         self._looked_at: dict[str, float] = {}
         self._lock = threading.RLock()
-        self._waiting = 0
+        self._counting, self._waiting = threading.Lock(), 0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Hold the runs still."""
-        self._waiting += 1
+        with self._counting:
+            self._waiting += 1
         with self._lock:
-            self._waiting -= 1
+            with self._counting:
+                self._waiting -= 1
             yield
 
     def find(self) -> None:
@@ -91,8 +93,25 @@ class RunFolder:
             elif depth < _DEPTH:
                 self._find_below(path, f"{shown}/", depth + 1, found, skipped)
 
-    def look(self, *, all_runs: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
-        """Read what is new in runs. One that has been quiet for a while is looked at less often, unless all are asked for."""
+    @property
+    def read_runs(self) -> list[Run]:
+        """The runs that were looked at already."""
+        return [run for run in self.runs.values() if run.id in self._looked_at]
+
+    def look(
+        self,
+        *,
+        all_runs: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        after_run: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read what is new in runs. One that has been quiet for a while is looked at less often.
+
+        Args:
+            all_runs: look at quiet ones as well.
+            stop: says whether to stop.
+            after_run: called after each run that was looked at.
+        """
         now = time.monotonic()
         if all_runs or now - self._found_at >= _FIND_EVERY_S:
             self._found_at = now
@@ -102,8 +121,9 @@ class RunFolder:
                 return
             if not all_runs and not self._is_due(run, now):
                 continue
-            self._looked_at[run.id] = now
             self._follow(run)
+            self._looked_at[run.id] = now
+            after_run()
 
     def _is_due(self, run: Run, now: float) -> bool:
         looked = self._looked_at.get(run.id)

@@ -66,6 +66,7 @@ class Follower:
     ) -> None:
         self._folder, self._changes, self._tell = folder, changes, tell
         self._stop = threading.Event()
+        self._said_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dashboard-follower", daemon=True)
 
     def start(self) -> None:
@@ -80,12 +81,21 @@ class Follower:
     def _run(self) -> None:
         while not self._stop.is_set():
             begin = time.monotonic()
-            self._folder.look(stop=self._stop.is_set)
-            with self._folder.reading():
-                messages = self._changes.look()
-            if messages:
-                self._tell(messages)
+            # A folder of many runs takes seconds to read for the first time: those that were read are shown meanwhile.
+            self._folder.look(stop=self._stop.is_set, after_run=self._say_now_and_then)
+            self._say()
             self._stop.wait(max(_LOOK_EVERY_S - (time.monotonic() - begin), 0.05))
+
+    def _say_now_and_then(self) -> None:
+        if time.monotonic() - self._said_at >= _LOOK_EVERY_S:
+            self._say()
+
+    def _say(self) -> None:
+        with self._folder.reading():
+            messages = self._changes.look()
+        self._said_at = time.monotonic()
+        if messages:
+            self._tell(messages)
 
 
 async def _listen(server: HttpServer, request: DashRequest) -> tuple[str, int]:

@@ -133,7 +133,7 @@ class Changes:
         now = time.time() if now is None else now
         messages: list[tuple[str, dict[str, Any]]] = []
         changed: list[dict[str, Any]] = []
-        for run in list(self._folder.runs.values()):
+        for run in self._folder.read_runs:
             try:
                 self._compare(run, now, changed, messages)
             except STRANGE as error:

@@ -51,3 +51,12 @@ def test_links_are_not_followed(tmp_path):
     folder = RunFolder(tmp_path / "runs")
     assert names(folder) == ["a"]
     assert set(folder.skipped) == {"out", "round-and-round", "alias"}
+
+
+def test_runs_that_were_read_are_there_before_the_others(tmp_path):
+    for name in ("a", "b", "c"):
+        make_run(tmp_path / name, steps=1)
+    folder = RunFolder(tmp_path)
+    seen = []
+    folder.look(after_run=lambda: seen.append([run.name for run in folder.read_runs]))
+    assert seen == [["a"], ["a", "b"], ["a", "b", "c"]]
