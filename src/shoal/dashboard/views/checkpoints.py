@@ -29,11 +29,11 @@ def checkpoints(run: Run) -> list[dict[str, Any]]:
         if match := _FOLDER.fullmatch(name):
             files = run.names_in(f"checkpoints/{name}")
             state = "good" if "good" in files else "whole" if "manifest.json" in files else "torn"
-            nothing = {"bytes": None, "t": None, "write_s": None, "stall_s": None}
-            known = found.setdefault(name, {"name": name, "step": int(match[1]), "reason": "", **nothing})
-            known["state"] = state
-            if known["bytes"] is None:
-                known["bytes"] = sum(run.size_of("checkpoints", name, file) or 0 for file in files[:1000])
+            nothing: dict[str, Any] = {"bytes": None, "t": None, "write_s": None, "stall_s": None}
+            on_disk = found.setdefault(name, {"name": name, "step": int(match[1]), "reason": "", **nothing})
+            on_disk["state"] = state
+            if on_disk["bytes"] is None:
+                on_disk["bytes"] = sum(run.size_of("checkpoints", name, file) or 0 for file in files[:1000])
     for event in run.events("checkpoint_refused"):
         name = PurePath(text(event.get("path"), 500)).name
         # One that was saved again after it had been refused is another one.

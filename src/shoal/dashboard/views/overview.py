@@ -1,8 +1,9 @@
 """The table of runs, and the header of one."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from shoal.dashboard.runs.columns import as_number
 from shoal.dashboard.runs.folder import RunFolder
@@ -99,7 +100,7 @@ def runs_answer(folder: RunFolder, rows: Mapping[str, dict[str, Any]], now: floa
     ordered = sorted(rows.values(), key=lambda row: (row["updated"] or 0.0, row["name"]), reverse=True)
     size, kept = 0, []
     for row in ordered[max(offset, 0) :]:
-        size += len(json.dumps(row)) + 2
+        size += len(msgspec.json.encode(row)) + 1
         if size > _ANSWER_BYTES:
             break
         kept.append(row)

@@ -3,7 +3,10 @@
 import os
 import shutil
 
+import msgspec
+
 from shoal.dashboard.runs.folder import RunFolder
+from shoal.dashboard.views.overview import run_row
 from support.dashboard.synthetic import make_run
 
 
@@ -60,3 +63,14 @@ def test_runs_that_were_read_are_there_before_the_others(tmp_path):
     seen = []
     folder.look(after_run=lambda: seen.append([run.name for run in folder.read_runs]))
     assert seen == [["a"], ["a", "b"], ["a", "b", "c"]]
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(tmp_path):
+    run = tmp_path / os.fsdecode(b"caf\xe9-\xff")
+    make_run(run, steps=1)
+    folder = RunFolder(tmp_path)
+    folder.look()
+    (found,) = folder.runs.values()
+    row = run_row(found, 1_790_000_000.0)
+    assert row["name"] == "caf-" and row["step"] == 1
+    assert b"caf-" in msgspec.json.encode(row)
