@@ -13,6 +13,9 @@ import pytest
 
 from shoal.checkpoint.published.version import encode_pointer
 from shoal.data.store.writer import append_store, build_store
+from shoal.serverrun.publishing import CheckpointPublisher
+from shoal.telemetry.eventlog import EventLog
+from shoal.trainer.build import load_run
 from support.processes.command import TINY, Shoal, read_events, read_summary, wait_until
 from support.processes.serving import RECIPE, Published, ask, wait_for_address
 from support.training.appends import rows
@@ -185,19 +188,39 @@ def test_a_run_that_has_published_nothing_is_served_from_its_checkpoint(trained)
 
 
 @pytest.mark.soak
-def test_a_run_with_parameter_servers_is_served_from_its_newest_checkpoint(trained):
+def test_a_run_with_parameter_servers_publishes_its_checkpoints(trained):
     here, _, _ = trained
-    changes = ["--set", "publish.every_steps=", "--set", "checkpoint.every=4"]
-    here.run(
-        "train", here.folder / "run.toml", "--plan", "ps=1 workers=2 update=async", "--run-dir", "servers", *changes
-    )
+    plan, recipe = ["--plan", "ps=1 workers=2 update=async"], here.folder / "run.toml"
+    changes = ["--set", "checkpoint.every=4", "--set", "train.steps=400", "--set", "publish.every_steps=40"]
+    here.run("train", recipe, *plan, "--run-dir", "servers", *changes)
+    summary, events = read_summary(here.folder / "servers"), published_events(here.folder / "servers")
+    assert summary["publish"] == {"published": len(events), "refused": 0} and len(events) >= 1
+    assert [one["version"] for one in events] == list(range(1, len(events) + 1))
+    steps = [one["step"] for one in events]
+    assert steps == sorted(set(steps)) and steps[-1] == 400
+    assert events[-1]["weights_sha256"] == summary["weights_sha256"], "the last one is judged when the roles are gone"
     process = here.start("serve", "servers", "--port", 0)
     address = wait_for_address(process)
     model = ask(address, "GET", "/model")[1]
-    assert (model["source"], model["step"]) == ("checkpoint", 12)
-    assert model["weights_sha256"] == read_summary(here.folder / "servers")["weights_sha256"]
-    assert ask(address, "POST", "/predict", {"rows": [{model["inputs"][0]["name"]: ROWS[0]}]})[0] == 200
+    assert (model["source"], model["step"], model["version"]) == ("published", 400, len(events))
+    status, said = ask(address, "POST", "/predict", {"rows": [{model["inputs"][0]["name"]: ROWS[0]}]})
+    published = Published(here.folder / "servers" / "published")
+    assert status == 200 and (said["outputs"][0], said["weights_sha256"]) == published.predict(len(events), ROWS[0])
     end(process)
+    # A checkpoint that is worse than the bound allows is not published.
+    run, log = load_run(here.folder / "servers"), EventLog(here.folder / "servers", 9)
+    for weight in run.model.parameters():
+        weight.data.mul_(-50)
+    CheckpointPublisher(here.folder / "servers", log).refresh(run)
+    log.close()
+    (refused,) = read_events(here.folder / "servers", 9)
+    assert refused["kind"] == "refresh_refused" and refused["loss"] > refused["limit"]
+    assert len(published_events(here.folder / "servers")) == len(events)
+
+
+def published_events(run):
+    lines = [line for file in sorted((run / "events").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return sorted((one for one in map(json.loads, lines) if one["kind"] == "published"), key=lambda one: one["t"])
 
 
 def test_a_refresh_that_is_worse_is_not_published(trained):

@@ -59,6 +59,7 @@ from shoal.trainer.claim import (
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.elastic.limits import refuse_elastic
 from shoal.trainer.online.config import check_publish
+from shoal.trainer.online.follow import check_follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,8 @@ def check_parts(
     if _asks_the_module(recipe, plan, facts):
         own.check_plan(recipe, resolved.plan)
     _check_place(recipe, resolved.plan)
-    check_publish(recipe.publish, resolved.plan, num_validation=data.validation)
+    check_follow(recipe.data, resolved.plan)
+    check_publish(recipe.publish, resolved.plan, num_validation=data.validation, saves_every=recipe.checkpoint.every)
     setup = resolve_run(recipe.train, resolved, num_samples=data.train, tokens_per_sample=data.spec.tokens_per_sample)
     if recipe.optim.schedule == "plateau" and recipe.eval.every == 0:
         raise RequestError(

@@ -118,9 +118,9 @@ def publish(
     _point(root, number, hashlib.sha256(data).hexdigest())
     for old in published_numbers(root)[keep:]:
         # Renamed first: nobody opens a version of which some files are gone.
-        beside = root / f"{_EXPIRED}{old:08d}-{draw_id()}"
-        os.rename(root / version_name(old), beside)
-        remove(beside)
+        aside = root / f"{_EXPIRED}{old:08d}-{draw_id()}"
+        os.rename(root / version_name(old), aside)
+        remove(aside)
     return version
 
 

@@ -82,6 +82,8 @@ class JobRequest:
     closing: Callable[[bool], list[str]] | None
     """The arguments of ``server/finalize.py``, which runs when the roles have ended; told whether nobody stopped it. None: it
     does not run."""
+    publishing: list[str] | None = None
+    """The arguments of ``serverrun/publishing.py``, which runs beside the roles; None: nothing is published."""
     member_module: str = "shoal.serverrun.job.role"
     """What servers and workers run, under the same arguments; centers always run ``shoal.serverrun.center``."""
 
@@ -131,6 +133,8 @@ class Job:
         self._failure: tuple[int, str] | None = None
         self._stop_until = float("inf")
         self._last_until = float("inf")
+        self._publisher: Process | None = None
+        self._is_closing = False
 
     async def run(self) -> JobResult:
         """Start everyone and see the run to its end."""
@@ -146,8 +150,11 @@ class Job:
             for member in self._members:
                 if member is member.leader:
                     self._begin(self._start(member))
+            if self._request.publishing is not None:
+                self._begin(self._publish(self._request.publishing))
             while not self._is_over():
                 await self._turn()
+            self._is_closing = True
             await self._kill_all()
             self._tell_notices()
             if self._failure is None and self._request.closing is not None:
@@ -438,12 +445,30 @@ class Job:
         if process.exit_code != EXIT_DONE:
             self._failure = (EXIT_NO, f"the last checkpoint could not be evaluated:\n{self._tail(rank)}")
 
+    async def _publish(self, arguments: list[str]) -> None:
+        """Keep the process that publishes: it holds nothing of the run, so its death costs a refresh at most."""
+        for _ in range(1 + self._request.max_respawns):
+            ended = asyncio.Event()
+            self._publisher = await self._spawner.start(
+                "shoal.serverrun.publishing",
+                arguments,
+                name="publishing",
+                log=self._log(len(self._members)),
+                on_end=ended.set,
+            )
+            await ended.wait()
+            if self._is_closing:
+                return
+            self._request.display.message("the process that publishes has ended; it is started again")
+
     def _tail(self, rank: int) -> str:
         """The last lines that the last process of a rank wrote."""
         text = _HEADING.split(self._log(rank).read_text(errors="replace"))[-1].strip("\n")
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     async def _kill_all(self) -> None:
+        if self._publisher is not None:
+            await self._spawner.end([self._publisher])
         await self._end_processes(self._members)
 
     async def _end_processes(self, members: Sequence[JobMember]) -> None:

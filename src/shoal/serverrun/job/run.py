@@ -40,6 +40,9 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
     # A save of which a server died leaves what the others wrote: one that was only slow might still commit it. Not any more here.
     sweep(RunDir(run_dir).checkpoints)
     found.unlink(missing_ok=True)
+    # What is published is told beside the events of the roles, as if by one more.
+    beside = plan.ps + (plan.workers or 1) * plan.ranks_per_replica + config.centers
+    publish = [f"--publish={beside}"] if recipe.publish.is_on else []
     end = run_job(
         JobRequest(
             run_dir=run_dir,
@@ -56,7 +59,8 @@ def train_with_servers(prepared: Prepared, before: dict[str, Any] | None) -> End
             deadlines=recipe.elastic,
             display=display,
             live=LiveFile(run_dir, plan=str(plan), seconds=recipe.telemetry.live_seconds),
-            closing=lambda is_whole: [str(run_dir), str(found), *(["--evaluate"] if is_whole else [])],
+            closing=lambda is_whole: [str(run_dir), str(found), *(["--evaluate"] if is_whole else []), *publish],
+            publishing=[str(run_dir), str(beside)] if recipe.publish.is_on else None,
         )
     )
     display.close()

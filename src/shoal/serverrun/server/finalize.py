@@ -26,6 +26,7 @@ from shoal.engine.state import hash_weights
 from shoal.launch.procfs import peak_resident_bytes
 from shoal.serverrun.notices import count_dropped, count_notices, read_events
 from shoal.serverrun.process import ProcessSpec
+from shoal.serverrun.publishing import publish_last
 from shoal.telemetry.summaryfile import write_summary
 from shoal.trainer.build import load_run
 from shoal.trainer.summary import summarise_servers
@@ -103,9 +104,12 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Entry point: ``shoal.serverrun.server.finalize RUN_DIR OUT [--evaluate]``."""
+    """Entry point: ``shoal.serverrun.server.finalize RUN_DIR OUT [--evaluate] [--publish=RANK]``."""
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     found = evaluate_last_checkpoint(run_dir, with_evaluation="--evaluate" in sys.argv[3:])
+    for one in sys.argv[3:]:
+        if one.startswith("--publish="):
+            found["publish"] = publish_last(load_run(run_dir), int(one.partition("=")[2]))
     replace_text(out, json.dumps(found))
 
 

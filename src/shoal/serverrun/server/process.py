@@ -169,6 +169,11 @@ def run_server(spec: ProcessSpec, prepared: Prepared) -> tuple[int, dict[str, An
     if finished is not None:
         print(f"{spec.kept_dir} has completed its {finished['steps']} steps; nothing to do", file=sys.stderr)
         return EXIT_DONE, finished
+    if spec.recipe.publish.is_on and spec.rank == 0:
+        print(
+            "warning: [publish] has no effect where roles are started by themselves; `shoal serve` reads the newest checkpoint",
+            file=sys.stderr,
+        )
     # The folder belongs to the first server; the others write into it what all of them have agreed on.
     readers = spec.recipe.run.readable_by
     withhold(readers)

@@ -45,23 +45,24 @@ class PublishConfig(Config):
         return self.every_steps is not None or self.every_minutes is not None
 
 
-def check_publish(config: PublishConfig, plan: Plan, *, num_validation: int | None) -> None:
-    """Refuse what cannot publish.
+def check_publish(config: PublishConfig, plan: Plan, *, num_validation: int | None, saves_every: int) -> None:
+    """Refuse what cannot publish. ``saves_every`` is ``checkpoint.every``.
 
     Raises:
         RequestError: lists why, each with the fix.
     """
-    found = list(_problems(config, plan, num_validation)) if config.is_on else []
+    found = list(_problems(config, plan, num_validation, saves_every)) if config.is_on else []
     if found:
         raise RequestError("\n".join(found))
 
 
-def _problems(config: PublishConfig, plan: Plan, num_validation: int | None) -> Iterator[str]:
+def _problems(config: PublishConfig, plan: Plan, num_validation: int | None, saves_every: int) -> Iterator[str]:
     if plan.ps:
-        yield (
-            f"plan {str(plan)!r}: publish needs a loop of steps that all ranks take together, which parameter servers have not; "
-            "leave [publish] out: `shoal serve` reads the run's newest whole checkpoint, so set checkpoint.every"
-        )
+        if not saves_every:
+            yield (
+                f"plan {str(plan)!r}: with parameter servers it is checkpoints that are published, and checkpoint.every is 0; "
+                "set it, to publish.every_steps or less"
+            )
     elif config.every_minutes is not None and plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
         yield (
             f"publish.every_minutes {config.every_minutes:g}: stages of schedule={plan.schedule} are at different steps at any "

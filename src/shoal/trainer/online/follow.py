@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.core.errors import RequestError
+from shoal.core.plan import Plan
+from shoal.data.config import AnyDataConfig, StoreConfig
 from shoal.trainer.online.config import DEFAULT_MINUTES, NEVER
 
 _BY_LENGTH = ("cosine", "linear")
@@ -32,6 +34,19 @@ def follow_overrides(tables: Mapping[str, Any]) -> list[str]:
     if publish.get("every_steps") is None and publish.get("every_minutes") is None:
         changes.append(f"publish.every_minutes={DEFAULT_MINUTES:g}")
     return changes
+
+
+def check_follow(data: AnyDataConfig, plan: Plan) -> None:
+    """Refuse data that is to grow where nobody takes up its versions.
+
+    Raises:
+        RequestError: the plan has parameter servers.
+    """
+    if plan.ps and isinstance(data, StoreConfig) and data.follow:
+        raise RequestError(
+            f"plan {str(plan)!r}: with parameter servers no newer version of a store is taken up, and data.follow (--follow) "
+            "asks for that; leave it out, or take a plan such as dp=2"
+        )
 
 
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -94,7 +94,7 @@ class Publisher:
         self._counts: dict[str, object] = {"published": 0, "refused": 0}
         if world.is_first:
             clear_drafts(self._root)
-            self._window = _hash_window(self._held_back)
+            self._window = hash_window(self._held_back)
             newest = read_newest(self._root)
             self._last = newest.loss if newest is not None and newest.window == self._window else None
 
@@ -241,7 +241,7 @@ def describe_inputs(
     ), is_keyed
 
 
-def _hash_window(source: NewestRows) -> str:
+def hash_window(source: NewestRows) -> str:
     """Names a held-back window by its samples."""
     found = hashlib.sha256()
     for start in range(0, len(source), 256):

@@ -1,7 +1,9 @@
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.trainer.online.follow import follow_overrides
+from shoal.core.plan import Plan
+from shoal.data.config import StoreConfig
+from shoal.trainer.online.follow import check_follow, follow_overrides
 
 STORE = {"data": {"source": "store", "path": "s"}, "train": {"epochs": 2}}
 
@@ -28,3 +30,11 @@ def test_a_recipe_loses_its_end_and_gets_a_clock():
 def test_what_cannot_go_on_for_ever_is_refused_by_name(change, message):
     with pytest.raises(RequestError, match=message):
         follow_overrides({**STORE, **change})
+
+
+def test_parameter_servers_take_up_no_versions():
+    data = StoreConfig(path="clicks", follow=True)
+    with pytest.raises(RequestError, match=r"no newer version of a store is taken up.*such as dp=2"):
+        check_follow(data, Plan.parse("ps=1 workers=2 update=async"))
+    check_follow(data, Plan.parse("dp=2"))
+    check_follow(data.model_copy(update={"follow": False}), Plan.parse("ps=1 workers=2"))
