@@ -81,14 +81,20 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
     """Take the parameters that ``optim.groups`` freezes out of training.
 
     Raises:
-        RequestError: a pattern matches no parameter of the model.
+        RequestError: a pattern matches no parameter of the model, or nothing is left to train.
     """
     if not config.groups:
         return
     named = dict(model.named_parameters())
+    is_trained = any(parameter.requires_grad for parameter in named.values())
     for name, place in _matches(config.groups, named).items():
         if place is not None and config.groups[place].frozen:
             named[name].requires_grad_(False)
+    if is_trained and not any(parameter.requires_grad for parameter in named.values()):
+        shown = ", ".join(repr(group.match) for group in config.groups if group.frozen)
+        raise RequestError(
+            f"optim.groups freezes all that {type(model).__name__} trains ({shown}); leave something to train"
+        )
 
 
 def decide_groups(config: OptimConfig, model: nn.Module) -> Groups:

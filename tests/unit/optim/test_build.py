@@ -13,6 +13,7 @@ from torch import nn
 from shoal.core.errors import RequestError
 from shoal.optim.build import CUT_MULTIPLE, build_optimizer, initialise_state, set_rate
 from shoal.optim.config import OptimConfig
+from shoal.optim.groups import freeze
 
 NAMES = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "lars", "lamb"]
 FUSED = ["sgd", "momentum", "nesterov", "adam", "adamw", "adagrad"]
@@ -306,3 +307,18 @@ def test_the_formulas_above_can_fail():
     right = adam(1.0, 0.5, state, 1, 0.1, 0.0)
     wrong = 1.0 - 0.1 * state["m"] / (math.sqrt(state["v"]) + 1e-5)
     assert abs(right - wrong) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [("nowhere.*", r"groups\[0\]\.match 'nowhere.*' matches no parameter"), ("*", "leave something to train")],
+)
+def test_groups_that_fit_nothing_or_freeze_everything_are_refused(match, words):
+    config = OptimConfig(groups=({"match": match, "frozen": True},))
+    with pytest.raises(RequestError, match=words):
+        freeze(nn.Linear(2, 2), config)
+
+
+def test_a_model_that_trains_nothing_by_itself_is_not_blamed_on_groups():
+    """A teacher whose parameters are frozen already: what reads its weights says so."""
+    freeze(nn.Linear(2, 2).requires_grad_(False), OptimConfig(groups=({"match": "*", "frozen": True},)))
