@@ -208,8 +208,7 @@ def _ticked(state: State, event: Ticked) -> Step:
     state = replace(state, ticked=event.now)
     if gap > wanted.lease_seconds / 2:
         # We did not run ourselves: their signs of life may still be on the way to us.
-        hosts = {name: replace(host, heard=event.now) for name, host in state.hosts.items()}
-        state = replace(state, hosts=hosts)
+        state = replace(state, hosts={name: replace(host, heard=event.now) for name, host in state.hosts.items()})
     instructions: list[Instruction] = []
     units, hosts = state.units, state.hosts
     latest = _latest(state)

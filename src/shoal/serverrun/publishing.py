@@ -92,7 +92,7 @@ class CheckpointPublisher:
         world = World(Place(), device=torch.device("cpu"), deadline_seconds=60.0)
         batch = run.recipe.eval.batch or run.recipe.train.micro_batch or run.recipe.train.global_batch
         mesh = build_mesh(world, Plan(dp=1))
-        loss = evaluate(run.objective, held_back, split="holdback", mesh=mesh, batch=batch, limit=None).loss
+        loss = evaluate(run.objective, held_back, split="holdback", mesh=mesh, batch=batch).loss
         newest, window = read_newest(self._run.published), hash_window(held_back)
         last = newest.loss if newest is not None and newest.window == window else None
         self._judged = run.step

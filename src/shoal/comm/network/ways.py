@@ -49,7 +49,7 @@ def check_ways(place: Place, store: Store, address: str, *, seconds: float = _SE
             return
         others = _others(place, store)
         with ThreadPoolExecutor(max(1, len(others))) as pool:
-            problems = list(pool.map(lambda other: _try(*other, seconds), others))
+            problems = list(pool.map(lambda other: _try(other[0], other[1], seconds), others))
     found = [
         f"{name} ({there}): {problem}" for (there, _, name), problem in zip(others, problems, strict=True) if problem
     ]
@@ -74,7 +74,7 @@ def _others(place: Place, store: Store) -> list[tuple[str, int, str]]:
     return found
 
 
-def _try(address: str, port: int, _name: str, seconds: float) -> str:
+def _try(address: str, port: int, seconds: float) -> str:
     """What is wrong with the way to a host; empty for nothing."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()

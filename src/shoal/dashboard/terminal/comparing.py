@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {plain(str(row['key'])):<{width}}  {values}"
 
 
-def _is_alike(values: list[Any]) -> bool:
+def _is_alike(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
