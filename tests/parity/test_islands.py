@@ -97,7 +97,7 @@ def test_layers_that_are_split_inside_islands_equal_the_oracle_by_the_law(recipe
 @pytest.mark.soak
 def test_settings_of_policies_are_proved_too(recipe):
     """Rounds that lengthen as the rate falls; plain descent, averaged at every step; a graph of a file."""
-    lengthening = ("replicas.interval=qsr", "replicas.interval_scale=0.0018")
+    lengthening = ("replicas.interval=qsr", "replicas.interval_scale=0.0022", "optim.warmup=4")
     graph = recipe.parent / "line.json"
     graph.write_text('{"islands": 3, "edges": [[0, 1], [1, 2]]}')
     with Prover(steps=3) as prover:

@@ -41,7 +41,8 @@ class ReplicaConfig(Config):
     """How the steps between rounds of local change: never, longer as the learning rate falls (the quadratic rule), or shorter as
     the validation loss falls (AdaComm, from the first evaluation on)."""
     interval_scale: float = Field(default=0.01, gt=0, allow_inf_nan=False)
-    """The quadratic rule's coefficient: rounds are at least (this / learning rate) squared steps apart."""
+    """The quadratic rule's coefficient: a round is (this / learning rate at its first step) squared steps long, or the plan's H
+    where that is more; in warm-up the plan's H."""
 
     def outer_momentum_of(self, kind: SyncKind) -> float:
         """The momentum of a policy's outer step."""

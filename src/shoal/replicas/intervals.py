@@ -3,6 +3,10 @@
     qsr       H = max(H_0, floor((a / lr)^2))     Gu et al. 2024, arXiv 2310.14423, equation 2
     adacomm   H = ceil(H_0 sqrt(F / F_0))         Wang and Joshi 2019, arXiv 1810.08313
 
+The lr of qsr is that of the first step of a round, and H holds until the round ends, however far the rate falls meanwhile. The
+rule is for rates that fall; the rounds of warm-up are H_0 steps long (its authors' program gives them an H of their own). A round
+is one of warm-up when the rate rises in it, which needs no knowledge of the schedule: a script may bring its own.
+
 F is the validation loss of the last evaluation and F_0 that of the first: rounds come closer as it falls. The rules are pure;
 what they remember is two numbers, which a checkpoint keeps.
 """
@@ -35,17 +39,29 @@ class Interval:
         self._rule, self._config = rule, config
         self._losses = torch.full((2,), math.nan, dtype=torch.float64)
         """F_0 and F; NaN before there was an evaluation."""
+        self._pace = torch.zeros(2, dtype=torch.float64)
+        """Of qsr: H of the round that is under way, and the rate that it began with; zeros before there was a step."""
 
     def is_due(self, step: int, *, lr: float, since: int) -> bool:
         """True when a round is due after step number ``step``, with rate ``lr``, ``since`` steps after the last one."""
         match self._config.interval:
             case "qsr":
-                return since >= qsr_interval(self._rule.period, lr, self._config.interval_scale)
+                return since >= self._follow_rate(lr, since)
             case "adacomm":
                 first, now = self._losses.tolist()
                 return since >= adacomm_interval(self._rule.period, first, now)
             case _:
                 return self._rule.is_round(step)
+
+    def _follow_rate(self, lr: float, since: int) -> float:
+        """H of the round that is under way, after its step number ``since``."""
+        interval, first = self._pace.tolist()
+        if since == 1 or interval == 0:
+            interval, first = qsr_interval(self._rule.period, lr, self._config.interval_scale), lr
+        elif lr > first:
+            interval = self._rule.period
+        self._pace.copy_(torch.tensor([interval, first], dtype=torch.float64))
+        return float(interval)
 
     @property
     def follows_losses(self) -> bool:
@@ -65,9 +81,16 @@ class Interval:
             self._losses[1] = loss
 
     def restart(self) -> None:
-        """Forget the losses."""
+        """Forget the losses and the pace."""
         self._losses.fill_(math.nan)
+        self._pace.zero_()
 
     def numbers(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: live."""
-        return {"losses": self._losses} if self.follows_losses else {}
+        match self._config.interval:
+            case "qsr":
+                return {"pace": self._pace}
+            case "adacomm":
+                return {"losses": self._losses}
+            case _:
+                return {}

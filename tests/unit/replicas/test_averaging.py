@@ -1,5 +1,6 @@
 """Outer steps against torch's own optimizer, in one process: a second implementation beside the oracle of ``verify``."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,8 @@ from shoal.comm.channel import Channel
 from shoal.comm.trafficcounter import TrafficCounter
 from shoal.core.errors import RequestError
 from shoal.core.syncrule import SyncRule
+from shoal.optim.config import OptimConfig
+from shoal.optim.rates import rate
 from shoal.replicas.build import build_policy
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.intervals import Interval, adacomm_interval
@@ -90,6 +93,34 @@ def test_rounds_come_closer_as_the_loss_falls():
         interval.evaluated(loss)
     assert [interval.is_due(0, lr=0.1, since=since) for since in (1, 2, 3)] == [False, True, True]
     assert interval.numbers()["losses"].tolist() == [4.0, 1.0]
+
+
+def quadratic_rounds(*, warmup, resume_at=None):
+    """The steps after which a round is held in 300 steps of a cosine, and the interval that a checkpoint took on."""
+    optim, config = OptimConfig(lr=4e-3, schedule="cosine", warmup=warmup, final=0.1), ReplicaConfig(interval="qsr")
+    interval, rounds = Interval(SyncRule.parse("local:4"), config), [0]
+    for step in range(300):
+        if step == resume_at:
+            saved = interval.numbers()["pace"]
+            interval = Interval(SyncRule.parse("local:4"), config)
+            interval.numbers()["pace"].copy_(saved)
+        if interval.is_due(step, lr=rate(optim, step, 300), since=step + 1 - rounds[-1]):
+            rounds.append(step + 1)
+    return optim, rounds
+
+
+def test_a_round_of_the_quadratic_rule_is_as_long_as_the_rate_at_its_start_says():
+    """Gu et al. 2024: H is set when a round begins. By the rate of every step rounds ended at step 175 of these 300."""
+    optim, rounds = quadratic_rounds(warmup=30)
+    assert rounds[:8] == [0, 4, 8, 12, 16, 20, 24, 28], "rounds of warm-up are H_0 steps long, however small its rates"
+    assert rounds[8] == 32, "a round in which warm-up ends is one of warm-up"
+    for first, following in itertools.pairwise(rounds[8:]):
+        assert following - first == max(4, math.floor((0.01 / rate(optim, first, 300)) ** 2))
+    assert rounds[-1] > 175 + 20
+    assert quadratic_rounds(warmup=0)[1][1] == 6, (
+        "without warm-up the first round is by the first rate: (0.01 / 0.004)^2"
+    )
+    assert quadratic_rounds(warmup=30, resume_at=190)[1] == rounds, "a resume in the middle of a round keeps its length"
 
 
 @pytest.mark.parametrize("rule", ["local:1", "diloco:1", "slowmo:1", "stream:1,1,0"])

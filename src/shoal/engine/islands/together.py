@@ -365,6 +365,12 @@ class Islands:
         extra, placed = self._policy_tensors()
         mine = f"{PREFIX}{self.rule.kind}/{self.channel.size}/{self.channel.rank}/"
         unsent = {} if self.unsent is None else self.unsent.named(self._prefix, is_read=True)
+        lengths = {f"{self._prefix}shared/{what}" for what in self.interval.numbers()}
+        if not lengths <= known:
+            # Saved with rounds of another kind of length: these go on from where the round is.
+            self.interval.restart()
+            extra = {key: one for key, one in extra.items() if key not in lengths}
+            placed = {key: place for key, place in placed.items() if key not in lengths}
         if any(key not in known for key in extra):
             if f"{PREFIX}{self.rule.kind}/{self.channel.size}/shared/round" in known:
                 # Gossip without a codec keeps no copy of what neighbours know, and each island's weights differ by then.

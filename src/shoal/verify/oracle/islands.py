@@ -186,6 +186,8 @@ class Agreement:
         """The w of push-sum."""
         self.rounds = 0
         self.since = 0
+        self.rates: list[float] = []
+        """Of the steps of the round that is under way."""
         rules: dict[str, Callable[[int, float], bool]] = {
             "local": self._local,
             "diloco": self._diloco,
@@ -222,8 +224,11 @@ class Agreement:
     def _is_round(self, step: int, lr: float) -> bool:
         due: bool
         if self.rule.kind == "local" and self.settings["interval"] == "qsr":
-            wanted = max(self.rule.period, math.floor((self.settings["interval_scale"] / max(lr, 1e-12)) ** 2))
-            due = self.since >= wanted
+            # Gu et al. 2024: a round's length follows from the rate that it begins with. In warm-up, where rates rise, it is H_0.
+            self.rates = [lr] if self.since == 1 else [*self.rates, lr]
+            rises = any(one > self.rates[0] for one in self.rates)
+            longer = 0 if rises else int((self.settings["interval_scale"] / max(self.rates[0], 1e-12)) ** 2)
+            due = self.since >= longer and self.since >= self.rule.period
         else:
             due = (step + 1 - self.rule.start) % self.rule.period == 0
         if due:
