@@ -41,3 +41,25 @@ def test_a_run_from_far_is_the_run_from_here(web: Web, tmp_path: Path) -> None:
     assert sum(web.asked[block] for block in blocks) <= len(blocks) + 8
     assert sum(event["fetches"] for event in events) <= len(blocks) + 8
     assert sum(event["disk_hits"] + event["memory_hits"] for event in events) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_table_from_far_is_served_once_to_two_ranks(web: Web, tmp_path: Path) -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    rows = (recipes / "data" / "pumps.csv").read_bytes()
+    web.files = {"pumps.csv": rows}
+    web.fail("whole", "half", "500", "slow")
+    near = ("data.cache.disk=1 MiB", f"data.cache.path={tmp_path / 'cache'}", "data.cache.block=4 KiB")
+    hashes = []
+    for name, path, more in (("here", recipes / "data" / "pumps.csv", ()), ("far", f"{web.address}/pumps.csv", near)):
+        settings = [f"data.path={path}", *more]
+        words = [word for one in settings for word in ("--set", one)]
+        shoal("train", recipes / "table.toml", "--run-dir", tmp_path / name, *words)
+        hashes.append(json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"])
+    assert hashes[0] == hashes[1]
+    num_faults = 2
+    assert web.asked["pumps.csv"] == -(-len(rows) // 4096) + num_faults
+    events = _cache_events(tmp_path / "far")
+    assert len(events) == 2 and all(event["disk_bytes"] >= len(rows) for event in events)
+    assert all(event["fetches"] == 0 for event in events), "the command has read the rows before its ranks did"

@@ -195,6 +195,8 @@ class TableConfig(_Loaded):
     """Token ids of one row."""
     storage: StorageConfig = StorageConfig()
     """Deadlines, retries and settings of the storage that the files are in."""
+    cache: CacheConfig = CacheConfig()
+    """What is kept near of files that are not on this machine."""
     rejects: str | None = None
     """A file for rows that do not fit; without it the first one is an error."""
     load: Literal["whole"] = "whole"

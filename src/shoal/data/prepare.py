@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError, did_you_mean
+from shoal.core.events import DataCache
 from shoal.data.config import TableConfig
 from shoal.data.formats.opening import Opened, open_data
 from shoal.data.formats.options import ReadOptions, Rejects
@@ -58,6 +59,8 @@ class PreparedRows:
     is_named: bool
     """True where inputs have names."""
     rejected: int = 0
+    cached: DataCache | None = None
+    """What the cache of the files did while they were read; None where there is none."""
     lines: tuple[str, ...] = field(default=())
     """What was done, for people."""
 
@@ -75,6 +78,7 @@ def open_rows(config: TableConfig) -> Opened:
         dtype=config.dtype,
         sequence=config.sequence,
         storage=config.storage,
+        cache=config.cache,
         rejects=Rejects(None if config.rejects is None else Path(config.rejects).expanduser()),
     )
     opened = open_data(config.path, format=config.format, pattern=config.pattern, where=config.where, options=options)
@@ -187,6 +191,7 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
         targets=_targets_of(config),
         is_named=isinstance(config.inputs, dict),
         rejected=opened.options.rejects.count,
+        cached=None if opened.cache is None else opened.cache.report(),
         lines=tuple(lines),
     )
 

@@ -15,6 +15,8 @@ from shoal.data.fingerprint import Fingerprint, list_differences, take_fingerpri
 from shoal.data.fitted import keep_fitted, with_fitted
 from shoal.data.prepare import prepare_rows
 from shoal.data.spec import IGNORED
+from shoal.data.tiers.config import CacheConfig
+from support.data.webserver import Web, serving
 
 ROWS = 120
 
@@ -157,6 +159,33 @@ def test_what_cannot_be_trained_on(path, settings, said, monkeypatch):
     monkeypatch.chdir(path.parent)
     with pytest.raises(RequestError, match=said):
         prepare_rows(config_of(**({"path": path, "target": "label"} | settings)))
+
+
+def test_every_byte_of_files_on_a_web_server_is_served_once_to_all_ranks_of_a_host(path, tmp_path):
+    web = Web()
+    web.files = {"rows.csv": path.read_bytes()}
+    web.fail("500", "whole", "half", "slow")
+    size = len(web.files["rows.csv"])
+    # Every rank, and the command before them, reads the head of every file and then all rows.
+    near = {"disk": "1 MiB", "path": str(tmp_path / "near"), "policy": "lru", "block": "1 KiB"}
+    with serving(web):
+        plain = config_of(f"{web.address}/rows.csv", inputs=["a", "b"], target="label")
+        here, cached = prepare_rows(config_of(path, inputs=["a", "b"], target="label")), []
+        for _ in range(3):
+            found = prepare_rows(plain.model_copy(update={"cache": CacheConfig.model_validate(near)}))
+            assert (found.splits["train"].inputs[""] == here.splits["train"].inputs[""]).all()
+            cached.append(found.cached)
+        ranges = [one for one in web.ranges if one is not None]
+        num_faults = 2
+        assert len(ranges) == -(-size // 1024) + num_faults and cached[0].fetched_bytes == size
+        assert [report.fetches for report in cached[1:]] == [0, 0] and cached[1].disk_bytes > 0
+        web.files["rows.csv"], web.versions["rows.csv"] = path.read_bytes().replace(b",x,", b",w,"), "2"
+        train = build_splits(plain.model_copy(update={"cache": CacheConfig.model_validate(near)}), seed=0).train
+        report = train.cache_report()
+        assert report.fetched_bytes == size and "'w'" in train.vocabulary, "another version is fetched"
+        assert train.cache_report() is None, "nothing is read after that"
+    with pytest.raises(RequestError, match=r"needs data\.cache\.path"):
+        prepare_rows(config_of(path, target="label", cache={"disk": "1 MiB"}))
 
 
 def test_token_files(tmp_path):

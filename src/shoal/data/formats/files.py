@@ -6,8 +6,8 @@ What is read is asked of a storage in ranges, so a file of an object store is re
 import fnmatch
 import gzip
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import BinaryIO, cast
 from urllib.parse import unquote
@@ -15,10 +15,16 @@ from urllib.parse import unquote
 from shoal.core.errors import RequestError, did_you_mean
 from shoal.data.storage.config import StorageConfig
 from shoal.data.storage.local import LocalStorage
+from shoal.data.storage.memory import MemoryStorage
 from shoal.data.storage.opening import open_storage
-from shoal.data.storage.protocol import Missing, Storage, join
+from shoal.data.storage.protocol import Entry, Missing, Storage, join
+from shoal.data.tiers.cache import BlockCache
+from shoal.data.tiers.config import CacheConfig, check_cache
+from shoal.data.tiers.reading import CachedStorage
 
 _BUFFER = 1 << 20
+_HERE = (LocalStorage, MemoryStorage)
+"""Storages that need no cache; the versions of the second mean nothing to another process."""
 HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
 """What Hive calls the folder of rows whose key is missing."""
 
@@ -33,6 +39,8 @@ class DataFile:
     inside: str
     """Below the address that was given; its folders are what Hive keys and labels of images are read from."""
     num_bytes: int
+    version: str = ""
+    """Of the content, as the storage says it; empty where it says nothing."""
     keys: Mapping[str, str | None] = field(default_factory=dict)
     """``key=value`` of its folders; None is missing."""
 
@@ -127,7 +135,7 @@ def find_files(
             pass
         else:
             inside = PurePosixPath(path).name
-            return [DataFile(storage=storage, path=path, inside=inside, num_bytes=entry.size, keys=_keys_of(path))]
+            return [_file(storage, entry, inside, _keys_of(path))]
     chosen = [pattern] if pattern else []
     if wild:
         chosen.append(wild)
@@ -137,16 +145,42 @@ def find_files(
         inside = entry.path.removeprefix(prefix)
         is_hidden = any(part.startswith((".", "_")) and "=" not in part for part in inside.split("/"))
         if not is_hidden and all(_matches(inside, each) for each in chosen):
-            file = DataFile(
-                storage=storage, path=entry.path, inside=inside, num_bytes=entry.size, keys=_keys_of(inside)
-            )
-            found.append(file)
+            found.append(_file(storage, entry, inside, _keys_of(inside)))
     if not found and not may_be_empty:
         what = f"no file of the pattern {pattern or wild!r}" if chosen else "no file in that folder"
         raise RequestError(
             f"data.path: {address}: there is no such file, and {what}; give a file, a folder or a pattern"
         )
     return found
+
+
+def cache_files(files: Sequence[DataFile], config: CacheConfig | None) -> tuple[list[DataFile], BlockCache | None]:
+    """The same files, read through one cache where they are on another machine; and the cache, where there is one.
+
+    Raises:
+        RequestError: the machine does not have what the cache takes.
+    """
+    if config is None or not (config.memory_bytes or config.disk_bytes):
+        return list(files), None
+    # Of files on this machine too, which need none: what cannot be is refused wherever it is said.
+    check_cache(config)
+    if all(isinstance(file.storage, _HERE) for file in files):
+        return list(files), None
+    cache, near = BlockCache(config), {}
+    for storage in {id(file.storage): file.storage for file in files}.values():
+        known = [
+            Entry(path=file.path, size=file.num_bytes, version=file.version)
+            for file in files
+            if file.storage is storage
+        ]
+        near[id(storage)] = storage if isinstance(storage, _HERE) else CachedStorage(storage, cache, known)
+    return [replace(file, storage=near[id(file.storage)]) for file in files], cache
+
+
+def _file(storage: Storage, entry: Entry, inside: str, keys: Mapping[str, str | None]) -> DataFile:
+    return DataFile(
+        storage=storage, path=entry.path, inside=inside, num_bytes=entry.size, version=entry.version, keys=keys
+    )
 
 
 def _cut_wild(address: str) -> tuple[str, str | None]:

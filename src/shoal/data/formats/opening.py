@@ -21,12 +21,13 @@ from shoal.data.formats import (
     textlines,
     tokenfiles,
 )
-from shoal.data.formats.files import DataFile, find_files, prune
+from shoal.data.formats.files import DataFile, cache_files, find_files, prune
 from shoal.data.formats.hivetables import hive_files, hive_options
 from shoal.data.formats.kinds import FLOAT, UNKNOWN, Unfit, column_of_texts, guess_kind, join_kinds, read_kind
 from shoal.data.formats.options import ReadOptions
 from shoal.data.storage.hive import resolve_hive
 from shoal.data.table import Column, Field, Schema, Table
+from shoal.data.tiers.cache import BlockCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Opened:
     files: tuple[DataFile, ...]
     schema: Schema
     options: ReadOptions
+    cache: BlockCache | None = None
+    """What the files are read through; None where nothing is kept near."""
 
     @property
     def num_bytes(self) -> int:
@@ -158,6 +161,7 @@ def open_files(
         RequestError: as ``open_data``.
     """
     options = options or ReadOptions()
+    found, cache = cache_files(found, options.cache)
     chosen = format or guess_format(found)
     if chosen not in FORMATS:
         raise RequestError(f"data.format: there is no {chosen!r}; {did_you_mean(chosen, FORMATS)}")
@@ -169,7 +173,8 @@ def open_files(
     if chosen == "mds" and is_all:
         mdsshards.check_index(list(listed), list(found))
     files = prune(list(found), where or {})
-    return Opened(format=chosen, files=tuple(files), schema=_join_schemas(files, chosen, options), options=options)
+    schema = _join_schemas(files, chosen, options)
+    return Opened(format=chosen, files=tuple(files), schema=schema, options=options, cache=cache)
 
 
 def open_tables(

@@ -11,6 +11,7 @@ from typing import IO, Any
 from shoal.core.errors import RequestError
 from shoal.data.storage.config import StorageConfig
 from shoal.data.table import Schema
+from shoal.data.tiers.config import CacheConfig
 
 MAX_BATCH_BYTES = 1 << 26
 MAX_VALUE_BYTES = 1 << 24
@@ -119,6 +120,8 @@ class ReadOptions:
     """False where a quote in a CSV file is a letter as any other."""
     storage: StorageConfig = field(default_factory=StorageConfig)
     """Deadlines, retries and settings of the storage that the files are in."""
+    cache: CacheConfig | None = None
+    """What is kept near of files that are not on this machine; nothing when left out."""
     dtype: str = "uint16"
     """Of raw token ids."""
     sequence: int | None = None

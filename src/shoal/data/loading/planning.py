@@ -16,14 +16,19 @@ _MOST_STEPS = 4096
 
 
 @runtime_checkable
-class Plans(Protocol):
+class Cached(Protocol):
+    """A source that may be read through a cache."""
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache has done since the last report; None where there is none."""
+
+
+@runtime_checkable
+class Plans(Cached, Protocol):
     """A source that has use for what is read next."""
 
     def plan_reads(self, own: Sequence[SampleIds], everyone: Sequence[SampleIds]) -> int:
         """What this rank reads next, batch by batch, and what all ranks do; how many blocks that is, 0 where it is of no use."""
-
-    def cache_report(self) -> DataCache | None:
-        """What the cache has done since the last report; None where there is none."""
 
 
 def plan_ahead(source: Source, build: Callable[[Share], Iterator[Part]], share: Share) -> Iterator[Part]:

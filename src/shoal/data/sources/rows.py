@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from shoal.core.events import DataCache
 from shoal.data.batchform import BatchForm, Branch, Leaf
 from shoal.data.config import TableConfig
 from shoal.data.prepare import PreparedRows, PreparedSplit, prepare_rows
@@ -17,6 +18,7 @@ class RowSource:
     """The prepared rows of one split."""
 
     def __init__(self, split: PreparedSplit, rows: PreparedRows) -> None:
+        self._cached = rows.cached
         self._inputs = tuple(split.inputs.values())
         self._targets = split.targets
         names = tuple(split.inputs)
@@ -45,6 +47,11 @@ class RowSource:
     def digest(self) -> str:
         """A hash of all samples, of the vocabulary of labels and of what was fitted."""
         return digest_arrays(*self._inputs, self._targets, np.frombuffer(self._said.encode(), dtype=np.uint8))
+
+    def cache_report(self) -> DataCache | None:
+        """What the cache did while the files were read: once, for nothing is read after that."""
+        report, self._cached = self._cached, None
+        return report
 
     def collate(self, ids: SampleIds) -> Items:
         """The rows with these ids."""

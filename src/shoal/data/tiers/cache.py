@@ -59,6 +59,11 @@ class BlockCache:
         self.counts = Counts()
         self._reported = Counts()
 
+    @property
+    def block_bytes(self) -> int:
+        """About how large a block is."""
+        return self._config.block_bytes
+
     def get(self, key: BlockKey, fetch: Callable[[], bytes]) -> bytes:
         """The block; ``fetch`` brings it from the storage where no tier has it.
 

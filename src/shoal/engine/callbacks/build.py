@@ -5,7 +5,7 @@ from typing import assert_never
 
 from shoal.core.errors import RequestError
 from shoal.core.functions import bind_arguments, call_own, load_function
-from shoal.data.loading.planning import Plans
+from shoal.data.loading.planning import Cached
 from shoal.data.source import Source
 from shoal.engine.callback_config import (
     AnyCallbackConfig,
@@ -33,7 +33,10 @@ def build_callbacks(configs: Sequence[AnyCallbackConfig]) -> list[Hook]:
 
 def cache_reports(source: Source, reporter: Reporter) -> list[Hook]:
     """The hook that says what the cache of the data has done, where there is one."""
-    return [CacheReports(source, reporter)] if isinstance(source, Plans) and source.cache_report() is not None else []
+    if not isinstance(source, Cached):
+        return []
+    opened = source.cache_report()
+    return [] if opened is None else [CacheReports(source, reporter, opened)]
 
 
 def early_stopping(config: EarlyStopConfig | None, evaluate_every: int) -> list[Hook]:

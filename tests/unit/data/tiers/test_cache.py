@@ -2,13 +2,14 @@
 
 import errno
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.storage.memory import MemoryStorage
-from shoal.data.storage.protocol import Unreachable, WrongBytes
+from shoal.data.storage.protocol import Entry, Truncated, Unreachable, WrongBytes
 from shoal.data.tiers.cache import BlockCache
 from shoal.data.tiers.config import CacheConfig, check_cache
 from shoal.data.tiers.key import BlockKey, digest_of
@@ -220,6 +221,43 @@ def test_reads_of_a_storage_through_the_cache(tmp_path: Path) -> None:
     assert cached.read("f", 2, 5) == b"234", "a run reads the version that was there when it began"
     again = CachedStorage(storage, BlockCache(_config(tmp_path)))
     assert again.read("f", 2, 5) == b"cde"
+
+
+class Asked(MemoryStorage):
+    """A storage that keeps which ranges it was asked for, and may say no version."""
+
+    def __init__(self, *, has_version: bool = True) -> None:
+        super().__init__("asked")
+        self.has_version = has_version
+        self.ranges: list[tuple[int, int | None]] = []
+
+    def stat(self, path: str) -> Entry:
+        entry = super().stat(path)
+        return entry if self.has_version else replace(entry, version="")
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        self.ranges.append((start, end))
+        return super().read(path, start, end)
+
+
+def test_ranges_in_any_steps_are_of_the_same_blocks(tmp_path: Path) -> None:
+    storage, content = Asked(), bytes(range(250)) * 10
+    storage.create("f", content)
+    cached = CachedStorage(storage, BlockCache(_config(tmp_path)))
+    for start, end in ((0, 10), (1000, 1100), (5, 2500), (2048, None), (0, 1024), (1023, 1025)):
+        assert cached.read("f", start, end) == content[start:end]
+    assert storage.ranges == [(0, 1024), (1024, 2048), (2048, 2500)]
+    assert cached.read("f", 7, 7) == b""
+    with pytest.raises(Truncated, match="2501"):
+        cached.read("f", 2400, 2501)
+
+
+def test_what_says_no_version_is_not_kept(tmp_path: Path) -> None:
+    storage = Asked(has_version=False)
+    storage.create("f", b"0123456789")
+    assert CachedStorage(storage, BlockCache(_config(tmp_path))).read("f", 2, 5) == b"234"
+    storage.replace("f", b"abcdefghij")
+    assert CachedStorage(storage, BlockCache(_config(tmp_path))).read("f", 2, 5) == b"cde"
 
 
 def test_what_the_machine_does_not_have_is_refused_with_both_numbers(tmp_path: Path) -> None:
