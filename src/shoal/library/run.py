@@ -51,6 +51,7 @@ from shoal.launch.config import ProcessConfig
 from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.arguments import as_folder, as_loggers, as_section, check_evaluation, check_processor
+from shoal.library.detours import Detours
 from shoal.library.loader import RunLoader, held_out, read_options
 from shoal.library.process import (
     IS_RUNNING,
@@ -67,7 +68,6 @@ from shoal.library.setups import (
     ModelSetup,
     others_frozen,
     refuse_constant,
-    refuse_detours,
     refuse_functions,
     refuse_other_weights,
     refuse_sharing,
@@ -155,6 +155,7 @@ class Run(SavedRun):
         self.metrics: Mapping[str, float] = {}
         """What the script's own step returned beside the loss of the newest batch, over the global batch."""
         self._batch: StepBatch | None = None
+        self._detours: dict[ModelSetup, Detours] = {}
 
     # --- the processes
 
@@ -294,7 +295,7 @@ class Run(SavedRun):
             optimizer=optimizer,
         )
         made = ModelSetup(engine, schedulers, label)
-        refuse_detours(made, self.world)
+        self._detours[made] = Detours(made, self.world, has_codec=self._codec.weights != "none")
         engine.optimizer.register_step_post_hook(lambda *_: self._after_update(made))
         self._setups.append(made)
         self._leave()
@@ -330,6 +331,8 @@ class Run(SavedRun):
             raise RequestError("this run is over: steps are made inside `with shoal.Run(...)`, and before run.close()")
         self._begin()
         own = self._of(model)
+        if said := self._detours[own].before_pass(batch):
+            self._reporter.warn(said)
         with others_frozen(self._setups, own), own.calling():
             loss = own.run_pass(batch)
         if own.num_passes == 0:
@@ -370,6 +373,7 @@ class Run(SavedRun):
                 if not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
         else:
+            own.passes_at_update = own.num_passes
             self._reporter.warn(own.leave_out(self._num_steps + 1, f"loss {loss}, norm of the gradient {norm}"))
         self._leave()
         return StepResult(loss=loss, grad_norm=norm, is_finite=is_finite, is_taken=is_finite, metrics=self.metrics)

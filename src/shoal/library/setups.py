@@ -47,6 +47,7 @@ class ModelSetup:
         self.num_updates = 0
         self.has_gradient = False
         """The newest pass left a gradient in the optimizer's tensors on this rank."""
+        self.last_batch: StepBatch | None = None
         self.last_loss: float | None = None
         self.last_norm: float | None = None
         self.loss_scale = engine.precision.first_loss_scale
@@ -85,9 +86,10 @@ class ModelSetup:
             "passed by keyword where the model's forward has parameters of these names"
         )
 
-    def holds_gradient(self) -> bool:
-        """True where any tensor of the optimizer has a gradient on this rank."""
-        return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
+    def holds_gradient(self, *, beside_zeros: bool = False) -> bool:
+        """True where any tensor of the optimizer has a gradient on this rank; with ``beside_zeros`` one that is not all zeros."""
+        found = (one.grad for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None)
+        return any(bool(one.any()) if beside_zeros else True for one in found)
 
     def leave_out(self, step: int, why: str) -> str:
         """What to say of a step that is not finite and is left out.
@@ -255,56 +257,6 @@ def refuse_sharing(setups: Sequence[ModelSetup], model: nn.Module, label: str, h
                 f"{type(hook).__name__} follows one model, and the hooks of the run are called for all; give it to that model: "
                 f"run.setup(..., hooks=[{type(hook).__name__}(...)])"
             )
-
-
-def refuse_detours(own: ModelSetup, world: World) -> None:
-    """Let what a plan cannot follow raise, where it would give wrong numbers without a word.
-
-    An update needs a new gradient of ``run.forward_backward``: the old one would be learnt from twice, and one of the script's
-    own ``loss.backward()`` is, on several ranks, that of its replica alone. A stage of a pipeline has no weights but its own, and
-    shards are no state dict.
-    """
-    plan, model = own.engine.plan, own.engine.model
-
-    def refuse_own_gradient(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        makes_its_own = world.size == 1 and (args[1:] or kwargs)  # By a closure, which has not been called yet.
-        if own.num_passes == own.passes_at_update and not makes_its_own:
-            raise RequestError(
-                "optimizer.step() without a new run.forward_backward(batch) before it: run.step(batch) has its own "
-                "optimizer.step(), and a loss.backward() of the script's own would be the gradient of one replica; give "
-                "run.setup the loss, or step=, and call run.forward_backward(batch) or run.step(batch) once for each update"
-            )
-
-        if own.has_gradient and not makes_its_own and not own.is_overflown and not own.holds_gradient():
-            raise RequestError(
-                "optimizer.step() finds no gradient: optimizer.zero_grad() was called after run.forward_backward(batch), which "
-                "forgets the batch before by itself; call zero_grad before it, or not at all"
-            )
-
-    def refuse_call(*_: Any) -> None:
-        if own.is_called_by_run:
-            return
-        raise RequestError(
-            f"under {plan} this rank holds some stages of {type(model).__name__}, which cannot be called as a whole; use "
-            "run.evaluate(...), or load run.state_dict(whole=True) into a model of your own"
-        )
-
-    def refuse_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # Which is how Shoal itself goes through what a rank holds.
-            refuse_shards()
-
-    def refuse_shards(*_: Any) -> None:
-        raise RequestError(
-            f"under {plan} this rank holds parts of {type(model).__name__}'s weights, which are no state dict; use "
-            "run.state_dict(whole=True) for the whole, and shoal.load_weights(model, path) to load"
-        )
-
-    own.optimizer.register_step_pre_hook(refuse_own_gradient)
-    if plan.pp > 1:
-        model.register_forward_pre_hook(refuse_call)
-    if plan.pp > 1 or plan.tp > 1 or plan.zero == 3:
-        model.register_state_dict_pre_hook(refuse_saving)  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(refuse_shards)  # type: ignore[no-untyped-call]
 
 
 def _labelled(name: str, label: str) -> str:

@@ -143,6 +143,31 @@ def zero_late(run):
     optimizer.step()
 
 
+def unfreeze(run):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    set_up(run, model=model)
+    run.step(run.loaders[0].next())
+    model[0].requires_grad_(True)
+    run.step(run.loaders[0].next())
+
+
+def add_a_group(run):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    _, optimizer = run.setup(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loss=LOSS)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    run.step(run.loaders[0].next())
+
+
+def accumulate(run):
+    _, optimizer = set_up(run)
+    for index, batch in enumerate(run.loaders[0]):
+        run.forward_backward(batch)
+        if index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def step_after_the_end(run):
     set_up(run)
     run.close()
@@ -182,6 +207,9 @@ def set_up_again(run):
         (clip_by(-1.0), "max_norm=-1.0 is no longest norm"),
         (clip_by("1"), "max_norm='1' is no longest norm"),
         (zero_late, r"zero_grad\(\) was called after run\.forward_backward\(batch\)"),
+        (unfreeze, r"parameter '0.weight' of Sequential was frozen in run\.setup .* group of its own with lr=0\.0"),
+        (add_a_group, r"the SGD got parameters after run\.setup"),
+        (accumulate, r"not added up over calls\. .* global_batch=, .* as micro_batch="),
         (step_after_the_end, "this run is over"),
         (keep_the_best_nowhere, "this run has no run_dir"),
         (load_a_pickle, "a file of torch.save, a pickle"),
@@ -251,6 +279,37 @@ def test_an_optimizer_that_computes_its_gradient_itself_may():
         for batch in loader:
             optimizer.step(lambda batch=batch: run.forward_backward(batch))
         assert run.step_count == 4
+
+
+def test_what_is_trained_later_has_a_rate_of_nothing_until_then():
+    """The way that is named to who unfreezes after the setup: weights and their decay wait for the rate."""
+    with shoal.Run() as run:
+        loader = run.loader(DATA, global_batch=8)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters()}]
+        _, optimizer = run.setup(model, torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5), loss=LOSS)
+        before = [one.detach().clone() for one in model.parameters()]
+        run.step(loader.next())
+        assert [torch.equal(*one) for one in zip(before, model.parameters(), strict=True)] == [True, True, False, False]
+        optimizer.param_groups[0]["lr"] = 0.1
+        run.step(loader.next())
+        assert not torch.equal(before[0], model[0].weight)
+
+
+def test_a_gradient_that_is_not_used_is_told_of_once_and_one_that_is_forgotten_is_not(capsys):
+    with shoal.Run() as run:
+        loader = run.loader(DATA, global_batch=8)
+        _, optimizer = set_up(run)
+        batch = loader.next()
+        run.forward_backward(batch)
+        run.forward_backward(batch)
+        optimizer.zero_grad(set_to_none=False)
+        run.step(loader.next())
+        assert "not added up" not in capsys.readouterr().err
+        for _ in range(3):
+            run.forward_backward(loader.next())
+        assert capsys.readouterr().err.count("gradients are not added up over calls") == 1
+        optimizer.step()
 
 
 def test_a_loss_without_a_gradient_and_a_batch_that_counts_for_nothing():
