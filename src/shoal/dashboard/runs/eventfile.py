@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.dashboard.runs.columns import Table, as_number, numbers
 from shoal.dashboard.runs.decode import Decoded, Other, decode, table_row
-from shoal.dashboard.runs.files import Cursor, Identity, Refused, open_inside, read_range
+from shoal.dashboard.runs.files import Cursor, Identity, Refused, open_inside, read_range, why
 
 _FIRST_EVENTS, _LAST_EVENTS = 1000, 4000
 _KEPT_BYTES = 4 << 20
@@ -108,10 +108,13 @@ class EventFile:
             descriptor = open_inside(self.cursor.root, self.cursor.path)
         except Refused as refused:
             self.refused = str(refused)
-            self._clear()
+            if self.cursor.offset:
+                # What was read is forgotten, so all of it is read again where the file comes back.
+                self.cursor.restart()
+                self._clear()
             return
         except OSError as error:
-            self.refused = error.strerror or "it cannot be read"
+            self.refused = why(error)
             return
         self.refused = ""
         try:
@@ -127,7 +130,7 @@ class EventFile:
                 yield
             self.cursor.identity = identity
         except OSError as error:
-            self.refused = error.strerror or "it cannot be read"
+            self.refused = why(error)
         finally:
             os.close(descriptor)
 

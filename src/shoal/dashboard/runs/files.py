@@ -24,6 +24,15 @@ class Refused(Exception):
     """A file that is not read, and why."""
 
 
+class Unreadable(Refused):
+    """A file or folder that the system does not let us read now: it may the next time."""
+
+
+def why(error: OSError) -> str:
+    """What the system says, in words."""
+    return error.strerror or type(error).__name__
+
+
 @dataclass(frozen=True)
 class Identity:
     """Which file it is, whatever its name, and how long."""
@@ -78,33 +87,39 @@ def read_small(root: Path, path: Path, most: int = _SMALL_BYTES) -> bytes | None
 
     Raises:
         Refused: it is none that may be read, or longer than ``most``.
+        Unreadable: the system refuses, as it does for lack of rights or where a file server is away.
     """
     try:
-        descriptor = open_inside(root, path)
-    except FileNotFoundError:
+        with os.fdopen(open_inside(root, path), "rb") as file:
+            data = file.read(most + 1)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise Refused(error.strerror or "it cannot be read") from error
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(most + 1)
+        raise Unreadable(why(error)) from error
     if len(data) > most:
         raise Refused(f"it has more than {most} bytes")
     return data
 
 
 def list_inside(root: Path, folder: Path, most: int = 10_000) -> list[str]:
-    """The names in a folder that lies in another, sorted; none where it is not there or is elsewhere."""
+    """The names in a folder that lies in another, sorted; none where it is not there or is elsewhere.
+
+    Raises:
+        Unreadable: the system refuses.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise Unreadable(why(error)) from error
     try:
         real = os.readlink(f"/proc/self/fd/{descriptor}")
         if real != str(root) and not real.startswith(f"{str(root).rstrip('/')}/"):
             return []
         return sorted(os.listdir(descriptor))[:most]
-    except OSError:
-        return []
+    except OSError as error:
+        raise Unreadable(why(error)) from error
     finally:
         os.close(descriptor)
 
@@ -175,7 +190,8 @@ class Cursor:
         return self.identity.device, self.identity.inode
 
     def restart(self) -> None:
-        """Go to the beginning."""
+        """Go to the beginning, as of a file that was never read."""
+        self.identity = Identity(0, 0, 0, 0)
         self.offset, self.oversized, self.tail, self.is_skipping = 0, 0, b"", False
 
     def read(self, descriptor: int) -> Block | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal.dashboard.runs.cache import ColumnCache
-from shoal.dashboard.runs.files import STRANGE, list_inside
+from shoal.dashboard.runs.files import STRANGE, Unreadable, list_inside, why
 from shoal.dashboard.runs.run import Run
 
 _MARKS = ("recipe.toml", "plan.json", "summary.json", "live.json")
@@ -20,8 +20,68 @@ _AWAKE_S = 60.0
 
 
 def is_run(path: Path) -> bool:
-    """True for a folder that a run has left something in."""
+    """True for a folder that a run has left something in; False also for one that may not be looked into."""
+    try:
+        return _has_marks(path)
+    except OSError:
+        return False
+
+
+def _has_marks(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _MARKS) or (path / "events").is_dir()
+
+
+class _Search:
+    """One search for runs below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.found: dict[str, Path] = {}
+        """Run directories, by the names that are shown."""
+        self.skipped: dict[str, str] = {}
+        self._closed: list[str] = []
+        """Paths that the system did not let us look into."""
+
+    def begin(self) -> None:
+        """Search."""
+        try:
+            if _has_marks(self.root):
+                self.found[self.root.name] = self.root
+            else:
+                self._look_into(self.root, "", 1)
+        except (OSError, Unreadable) as error:
+            self._close(self.root, str(self.root), error)
+
+    def _look_into(self, folder: Path, prefix: str, depth: int) -> None:
+        for name in list_inside(self.root, folder):
+            if name.startswith(".") or len(self.found) >= _MOST_RUNS:
+                continue
+            path, shown = folder / name, f"{prefix}{name}"
+            try:
+                self._judge(path, shown, depth)
+            except (OSError, Unreadable) as error:
+                self._close(path, shown, error)
+
+    def _judge(self, path: Path, shown: str, depth: int) -> None:
+        if not path.is_dir():
+            return
+        real = os.path.realpath(path)
+        if not real.startswith(f"{str(self.root).rstrip('/')}/"):
+            self.skipped[shown] = "a link that leads out of the folder"
+        elif path.is_symlink():
+            self.skipped[shown] = "a link to another folder here"
+        elif _has_marks(path):
+            self.found[shown] = path
+        elif depth < _DEPTH:
+            self._look_into(path, f"{shown}/", depth + 1)
+
+    def _close(self, path: Path, shown: str, error: OSError | Unreadable) -> None:
+        self.skipped[shown] = why(error) if isinstance(error, OSError) else str(error)
+        self._closed.append(str(path))
+
+    def is_behind_closed(self, path: Path) -> bool:
+        """True for a path that the search could not get to."""
+        return any(str(path) == closed or str(path).startswith(f"{closed.rstrip('/')}/") for closed in self._closed)
 
 
 class RunFolder:
@@ -43,6 +103,8 @@ class RunFolder:
         """Ids of runs whose folders were removed."""
         self.strange: dict[str, str] = {}
         """Runs that could not be read to their end, and what was raised."""
+        self.trouble = ""
+        """What kept the last look from its end; empty where nothing did."""
         self._found_at = float("-inf")
         self._looked_at: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -60,38 +122,18 @@ class RunFolder:
 
     def find(self) -> None:
         """Look for runs that came or went."""
-        found: dict[str, Path] = {}
-        skipped: dict[str, str] = {}
-        if is_run(self.path):
-            found[self.path.name] = self.path
-        else:
-            self._find_below(self.path, "", 1, found, skipped)
+        search = _Search(self.path)
+        search.begin()
         runs = {}
-        for name, path in found.items():
+        for name, path in search.found.items():
             run = Run(path, root=self.path, name=name, cache=self._cache)
             runs[run.id] = self.runs.get(run.id, run)
+        # What is behind a folder that cannot be looked into now is not gone for that.
+        runs |= {known: run for known, run in self.runs.items() if search.is_behind_closed(run.path)}
+        skipped = search.skipped
         with self._lock:
             self.gone += [known for known in self.runs if known not in runs]
             self.runs, self.skipped = runs, skipped
-
-    def _find_below(
-        self, folder: Path, prefix: str, depth: int, found: dict[str, Path], skipped: dict[str, str]
-    ) -> None:
-        for name in list_inside(self.path, folder):
-            if name.startswith(".") or len(found) >= _MOST_RUNS:
-                continue
-            path, shown = folder / name, f"{prefix}{name}"
-            if not path.is_dir():
-                continue
-            real = os.path.realpath(path)
-            if not real.startswith(f"{str(self.path).rstrip('/')}/"):
-                skipped[shown] = "a link that leads out of the folder"
-            elif path.is_symlink():
-                skipped[shown] = "a link to another folder here"
-            elif is_run(path):
-                found[shown] = path
-            elif depth < _DEPTH:
-                self._find_below(path, f"{shown}/", depth + 1, found, skipped)
 
     @property
     def read_runs(self) -> list[Run]:
@@ -142,8 +184,9 @@ class RunFolder:
             with self._lock:
                 try:
                     if next(steps, self) is self:
+                        self.strange.pop(run.id, None)
                         return
-                except STRANGE as error:
+                except (OSError, *STRANGE) as error:
                     # Nobody else's run shall stop being followed for it.
                     self.strange[run.id] = f"{type(error).__name__}: {error}"
                     return

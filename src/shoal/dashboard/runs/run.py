@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from shoal.core.rundir import RunDir
 from shoal.dashboard.runs.cache import ColumnCache
 from shoal.dashboard.runs.curves import Curve, CurveName, Curves, curve_names
 from shoal.dashboard.runs.eventfile import EventFile
-from shoal.dashboard.runs.files import Refused, list_inside, read_small
+from shoal.dashboard.runs.files import Refused, Unreadable, list_inside, read_small, why
 
 _RANK_FILE = re.compile(r"rank-([0-9]{3,6})\.jsonl")
 _MOST_FILES = 4096
@@ -38,18 +39,27 @@ class _SmallFile:
         try:
             status = os.stat(self.path)
             seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        except OSError:
-            was_there = self._seen is not None
+        except (FileNotFoundError, NotADirectoryError):
+            was_there = self._seen is not None or self.refused != ""
             self._seen, self.data, self.refused = None, None, ""
             return was_there
+        except OSError as error:
+            return self._keep(why(error))
         if seen == self._seen:
             return False
-        self._seen, self.changed_at, self.refused = seen, status.st_mtime, ""
         try:
-            self.data = read_small(self._root, self.path)
+            self.data, self.refused = read_small(self._root, self.path), ""
+        except Unreadable as refused:
+            return self._keep(str(refused))
         except Refused as refused:
             self.data, self.refused = None, str(refused)
+        self._seen, self.changed_at = seen, status.st_mtime
         return True
+
+    def _keep(self, refused: str) -> bool:
+        """Stay with what was read before, until the system lets it be read again; whether that has to be said."""
+        self._seen, was_refused, self.refused = None, self.refused, refused
+        return refused != was_refused
 
     def values(self) -> dict[str, Any] | None:
         """What it holds as JSON; None where that is nothing, or no object."""
@@ -105,6 +115,8 @@ class Run:
         self._others: dict[str, _SmallFile] = {}
         self._listed: dict[str, tuple[int, float]] = {}
         """When each folder was listed, by what the system says of its last change."""
+        self._unlisted: dict[str, str] = {}
+        """Folders that could not be listed, and why."""
 
     # -- following ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +168,7 @@ class Run:
         folder = self.directory.supervisor_events.parent
         if not self._has_changed(folder):
             return
-        for name in [name for name in list_inside(self._root, folder) if name.endswith(".jsonl")][:_MOST_FILES]:
+        for name in self._names(folder, ".jsonl")[:_MOST_FILES]:
             if name not in self.files:
                 match = _RANK_FILE.fullmatch(name)
                 file = EventFile(self._root, folder / name, int(match[1]) if match else None)
@@ -169,8 +181,8 @@ class Run:
         folders = (self.path, self.directory.errors)
         changed = [self._has_changed(folder) for folder in folders]
         if any(changed):
-            found = [self.path / name for name in self._json_names(self.path) if name not in _OWN_FILES]
-            found += [self.directory.errors / name for name in self._json_names(self.directory.errors)]
+            found = [folder / name for folder in folders for name in self._names(folder, ".json")[:_MOST_JSON]]
+            found = [path for path in found if path.parent != self.path or path.name not in _OWN_FILES]
             self._others = {
                 str(path): self._others.get(str(path), _SmallFile(self._root, path)) for path in found[: 2 * _MOST_JSON]
             }
@@ -187,19 +199,33 @@ class Run:
                     self.certificates.append({**values, "file": small.path.name})
             self.version += any(news)
 
-    def _json_names(self, folder: Path) -> list[str]:
-        return [name for name in list_inside(self._root, folder) if name.endswith(".json")][:_MOST_JSON]
+    def _names(self, folder: Path, ending: str) -> list[str]:
+        """The names in a folder that end so; none where it cannot be listed, which is tried again at the next look."""
+        key = os.path.relpath(folder, self.path)
+        try:
+            found = [name for name in list_inside(self._root, folder) if name.endswith(ending)]
+            self.version += self._unlisted.pop(key, None) is not None
+            return found
+        except Unreadable as refused:
+            self._listed.pop(str(folder), None)
+            self.version += self._unlisted.get(key) != str(refused)
+            self._unlisted[key] = str(refused)
+            return []
 
     def names_in(self, folder: str) -> list[str]:
-        """The names in a folder of the run directory, such as ``logs``."""
-        return list_inside(self._root, self.path / folder)
+        """The names in a folder of the run directory, such as ``logs``; none where it cannot be listed."""
+        try:
+            return list_inside(self._root, self.path / folder)
+        except Unreadable:
+            return []
 
     def size_of(self, *parts: str) -> int | None:
-        """Bytes of a file of the run directory; None where there is none."""
+        """Bytes of a plain file of the run directory; None where there is none, or a link that may lead anywhere."""
         try:
-            return os.stat(self.path.joinpath(*parts)).st_size
+            status = os.lstat(self.path.joinpath(*parts))
         except OSError:
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     @property
     def root(self) -> Path:
@@ -287,6 +313,7 @@ class Run:
     def skipped(self) -> dict[str, str]:
         """Files that are not read, and why."""
         small = [*self._small.values(), *self._others.values()]
-        found = {f"events/{name}": file.refused for name, file in self.files.items() if file.refused}
+        found = {"the run directory" if name == "." else name: reason for name, reason in self._unlisted.items()}
+        found |= {f"events/{name}": file.refused for name, file in self.files.items() if file.refused}
         found |= {os.path.relpath(one.path, self.path): one.refused for one in small if one.refused}
         return found

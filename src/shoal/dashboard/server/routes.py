@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.dashboard.runs.files import STRANGE
+from shoal.dashboard.runs.files import STRANGE, why
 from shoal.dashboard.runs.folder import RunFolder
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.server.access import Access
@@ -79,6 +79,8 @@ class Routes:
             return _error(400, str(error))
         except STRANGE as error:
             return _error(500, f"this run's files hold what cannot be shown ({type(error).__name__})")
+        except OSError as error:
+            return _error(500, f"this run's files could not be read ({why(error)})")
 
     def _enter(self, query: Query) -> Response:
         cookie = self._access.enter(query.get("code", ""))

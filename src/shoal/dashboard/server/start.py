@@ -81,9 +81,14 @@ class Follower:
     def _run(self) -> None:
         while not self._stop.is_set():
             begin = time.monotonic()
-            # A folder of many runs takes seconds to read for the first time: those that were read are shown meanwhile.
-            self._folder.look(stop=self._stop.is_set, after_run=self._say_now_and_then)
-            self._say()
+            try:
+                # A folder of many runs takes seconds to read for the first time: those that were read are shown meanwhile.
+                self._folder.look(stop=self._stop.is_set, after_run=self._say_now_and_then)
+                self._say()
+                self._folder.trouble = ""
+            except Exception as error:
+                # This thread is all that follows runs: whatever it meets, it says so on the page and looks again.
+                self._folder.trouble = f"{type(error).__name__}: {error}"
             self._stop.wait(max(_LOOK_EVERY_S - (time.monotonic() - begin), 0.05))
 
     def _say_now_and_then(self) -> None:

@@ -155,7 +155,6 @@ class Changes:
         # What ended or is silent stays as it is; what runs may fall silent without a word.
         if is_same and old is not None and old["status"] != "running":
             return
-        self._versions[run.id] = run.version
         row = run_row(run, now)
         if old is None:
             # From here on: what there is already is fetched by whoever opens the run.
@@ -164,7 +163,7 @@ class Changes:
             messages.append(("run", self._points(run)))
         if old is None or _without_time(row) != _without_time(old):
             changed.append(row)
-        self.rows[run.id] = row
+        self.rows[run.id], self._versions[run.id] = row, run.version
 
     def _points(self, run: Run) -> dict[str, Any]:
         """New points of a run's main curves, and how its ranks are."""

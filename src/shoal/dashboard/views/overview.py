@@ -106,6 +106,8 @@ def runs_answer(folder: RunFolder, rows: Mapping[str, dict[str, Any]], now: floa
         kept.append(row)
     end = max(offset, 0) + len(kept)
     skipped = [{"name": text(name, 300), "reason": reason} for name, reason in list(folder.skipped.items())[:50]]
+    if folder.trouble:
+        skipped.insert(0, {"name": text(folder.path, 300), "reason": text(folder.trouble, 200)})
     for run in folder.runs.values():
         if run.id in folder.strange:
             skipped.append({"name": text(run.name, 300), "reason": text(folder.strange[run.id], 200)})
