@@ -24,7 +24,7 @@ def test_a_spike_in_a_million_steps_is_seen_at_every_zoom(tmp_path):
         watched.dash = dash
         page.wait_for_selector("tbody tr")
         page.wait_for_function(
-            f"() => document.querySelector('.c-step')?.innerText.startsWith('{STEPS:,}')", timeout=240_000
+            f"() => document.querySelector('tbody .c-step')?.innerText.startsWith('{STEPS:,}')", timeout=240_000
         )
         identity = page.evaluate("fetch('api/runs').then((answer) => answer.json())")["runs"][0]["id"]
         for width in (STEPS, 200_000, 20_000, 2_000, 100):
