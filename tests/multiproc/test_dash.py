@@ -318,6 +318,12 @@ def test_every_view_of_recorded_runs(kind, shoal, tmp_path_factory):
         waits = [sum(event["wait_seconds"].values()) for event in steps]
         shown = dash.get(f"/api/run/{row['id']}/ranks?bins=400")
         assert shown["wait"][0] == pytest.approx(waits, rel=1e-3, abs=1e-6)
+    if kind == "dp":
+        memory = answers["ranks"]["memory"]
+        for part in ("gradients", "optimizer"):
+            assert [one["predicted"][part] for one in memory] == [one["measured"][part] for one in memory] != [0, 0]
+        of_dp = [row for row in answers["ranks"]["traffic"] if row["axis"] == "dp"]
+        assert len(of_dp) == 3 and all(row["bytes"] == row["forecast_bytes"] > 0 for row in of_dp)
     if kind == "pipeline":
         timeline = answers["timeline"]
         cells = [span[1] for span in timeline["executed"][1]["spans"] if span[0] == "cell"]

@@ -7,7 +7,7 @@ time.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shoal.parallel.traffic_forecast import MicrobatchShape, StepShape, count_tr
 from shoal.parallel.zero.apply import ZeroReduction
 from shoal.pipeline.reduction import StageReduction
 from shoal.schedules.pricing import price
-from shoal.telemetry.measurements import Forecast
+from shoal.telemetry.measurements import Forecast, read_rehearsal
 
 _MOST_CELLS = 20_000
 """Of a schedule that is priced at the start: more would take a second."""
@@ -70,22 +70,9 @@ def step_shape(engine: ParallelModel, *, counts_weight: bool, num_trust_norms: i
 def _rehearsed(path: Path) -> Forecast | None:
     """What the tuning wrote down; None where there is nothing, or nothing that can be read."""
     try:
-        page = json.loads(path.read_bytes())
-        return Forecast(
-            source="rehearsal",
-            step_seconds=page["seconds"],
-            bubble=page["bubble"],
-            memory_bytes={str(rank): _memory_of(one) for rank, one in enumerate(page["ranks"])},
-            traffic={str(rank): one["traffic"] for rank, one in enumerate(page["ranks"])},
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return read_rehearsal(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
         return None  # Nothing depends on it.
-
-
-def _memory_of(page: Mapping[str, Any]) -> dict[str, int]:
-    state: dict[str, int] = dict(page["state_bytes"])
-    peak = page.get("peak_bytes")
-    return state if peak is None else {**state, "other": max(0, int(peak) - sum(state.values()))}
 
 
 def _bubble(engine: ParallelModel) -> float | None:

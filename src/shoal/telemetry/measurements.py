@@ -5,7 +5,7 @@ They are apart from ``core/events.py`` because nothing in a run depends on them:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shoal.core.events import Event
 
@@ -69,6 +69,30 @@ class Forecast(Event):
     """By rank, and by what it is for: weights, gradients, optimizer, and other where it is known."""
     traffic: Mapping[str, Mapping[str, Sequence[float]]] | None = None
     """By rank, calls and bytes of one step by axis and operation."""
+
+
+def read_rehearsal(page: Any) -> Forecast | None:
+    """What a rehearsal left in ``forecast.json``; None where it is nothing that can be read: nothing depends on it.
+
+    Args:
+        page: the file's JSON.
+    """
+    try:
+        return Forecast(
+            source="rehearsal",
+            step_seconds=page["seconds"],
+            bubble=page["bubble"],
+            memory_bytes={str(rank): _memory_of(one) for rank, one in enumerate(page["ranks"])},
+            traffic={str(rank): one["traffic"] for rank, one in enumerate(page["ranks"])},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return None
+
+
+def _memory_of(page: Mapping[str, Any]) -> dict[str, int]:
+    state: dict[str, int] = dict(page["state_bytes"])
+    peak = page.get("peak_bytes")
+    return state if peak is None else {**state, "other": max(0, int(peak) - sum(state.values()))}
 
 
 MEASUREMENTS: tuple[type[Event], ...] = (Spans, AxisTraffic, RankLocation, Forecast)

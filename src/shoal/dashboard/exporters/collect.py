@@ -17,6 +17,7 @@ from shoal.dashboard.exporters.families import (
 from shoal.dashboard.runs.columns import Column, Table, as_number
 from shoal.dashboard.runs.eventfile import EventFile
 from shoal.dashboard.runs.run import Run
+from shoal.dashboard.views.forecast import forecast_of
 
 _MEMORY = {
     "weights": "weights_bytes",
@@ -63,9 +64,7 @@ def _about(found: Snapshot, one: Watched) -> None:
     found.add("shoal_run_info", one.name, 1.0, **labels, world_size=str(world or "")[:20])
     found.add("shoal_run_running", one.name, float(one.status in _STATUS_UP))
     found.add("shoal_planned_steps", one.name, _known(plan.get("total_steps")))
-    forecasts = [event for event in one.run.events("forecast") if event.get("step_seconds") is not None]
-    if forecasts:
-        found.add("shoal_predicted_step_seconds", one.name, _known(forecasts[-1]["step_seconds"]))
+    found.add("shoal_predicted_step_seconds", one.name, _known((forecast_of(one.run) or {}).get("step_seconds")))
     if started:
         found.begins[one.name] = float(started[0]["t"])
         # Processes of parameter servers count their own restarts; of ranks all begin again together.

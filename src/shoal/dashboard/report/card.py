@@ -12,6 +12,7 @@ import numpy as np
 from shoal.dashboard.runs.columns import as_number, rows_that_count
 from shoal.dashboard.runs.eventfile import EventFile
 from shoal.dashboard.runs.run import Run
+from shoal.dashboard.views.forecast import forecast_of
 
 SLOWEST = 5
 """Ranks and steps that are named."""
@@ -78,10 +79,7 @@ def build_card(
 
 def _speed(run: Run, row: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     lead = run.lead()
-    forecasts = [_finite(event.get("step_seconds")) for event in run.events("forecast")]
-    predicted = next((value for value in reversed(forecasts) if value is not None), None)
-    if predicted is None and run.forecast is not None:
-        predicted = _finite(run.forecast.get("step_seconds"))
+    predicted = _finite((forecast_of(run) or {}).get("step_seconds"))
     steps = {} if lead is None else _step_times(lead)
     median = steps.get("median_seconds")
     # Where a step takes no time by the forecast, there is nothing to compare with.

@@ -10,6 +10,7 @@ from shoal.dashboard.runs.folder import RunFolder
 from shoal.dashboard.runs.pyramid import finite_list
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.views.checkpoints import checkpoints
+from shoal.dashboard.views.forecast import forecast_of
 from shoal.dashboard.views.plain import finite, jsonable, text
 from shoal.dashboard.views.status import (
     culprit_of,
@@ -210,11 +211,3 @@ def logs(run: Run) -> list[dict[str, Any]]:
     """The files that ranks and others printed to."""
     names = [name for name in run.names_in("logs") if name.endswith(".log")][:1024]
     return [{"name": name.removesuffix(".log"), "bytes": run.size_of("logs", name)} for name in names]
-
-
-def forecast_of(run: Run) -> dict[str, Any] | None:
-    """What the run was expected to cost, as the ranks or the planner said it; None where nobody did."""
-    events = run.events("forecast")
-    if events:
-        return {key: value for key, value in events[-1].items() if key not in ("kind", "source", "t")}
-    return run.forecast

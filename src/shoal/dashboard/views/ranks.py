@@ -14,7 +14,8 @@ from shoal.dashboard.runs.columns import as_number
 from shoal.dashboard.runs.curves import busy_seconds
 from shoal.dashboard.runs.eventfile import EventFile
 from shoal.dashboard.runs.run import Run
-from shoal.dashboard.views.overview import forecast_of, rank_places
+from shoal.dashboard.views.forecast import forecast_of, present_ranks
+from shoal.dashboard.views.overview import rank_places
 from shoal.dashboard.views.plain import finite, text
 
 Floats = npt.NDArray[np.float64]
@@ -157,7 +158,7 @@ def memory(run: Run) -> list[dict[str, Any]]:
     """Where each rank's memory is, beside what was forecast."""
     predicted = (forecast_of(run) or {}).get("memory_bytes")
     found = []
-    for file in run.ranks[:_MOST_RANKS]:
+    for file in present_ranks(run)[:_MOST_RANKS]:
         table = file.tables.get("memory")
         expected = predicted.get(str(file.rank)) if isinstance(predicted, dict) else None
         if table is None and not isinstance(expected, dict):
@@ -189,7 +190,7 @@ def traffic(run: Run) -> list[dict[str, Any]]:
     summed: dict[str, list[float]] = {}
     expected: dict[str, float] = {}
     per_step = (forecast_of(run) or {}).get("traffic")
-    for file in run.ranks:
+    for file in present_ranks(run):
         events = file.events("axis_traffic")
         if not events or not isinstance(events[-1].get("rows"), dict):
             continue

@@ -10,7 +10,8 @@ from shoal.core.errors import RequestError
 from shoal.core.pipelines import parse_replicas
 from shoal.dashboard.runs.columns import as_number
 from shoal.dashboard.runs.run import Run
-from shoal.dashboard.views.overview import forecast_of, rank_places, timeline_steps
+from shoal.dashboard.views.forecast import forecast_of
+from shoal.dashboard.views.overview import rank_places, timeline_steps
 from shoal.dashboard.views.plain import finite, text
 from shoal.schedules.catalogue import FAMILIES, make_schedule
 from shoal.schedules.player import Timeline, order_cells, play, timeline_of

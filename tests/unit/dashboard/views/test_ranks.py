@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from shoal.dashboard.runs.run import Run
+from shoal.dashboard.views.forecast import forecast_of
 from shoal.dashboard.views.ranks import SCORED_STEPS, ranks_answer, scores
-from support.dashboard.synthetic import make_run
+from support.dashboard.synthetic import make_run, started_line
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -64,16 +65,24 @@ def test_an_answer_of_many_ranks_is_not_long(tmp_path):
 
 
 def test_memory_traffic_and_forecast_are_side_by_side(tmp_path):
-    path = make_run(tmp_path / "one", ranks=2, steps=10)
-    draw = random.Random(1)
-    forecast = {
-        "t": 1.0, "rank": 0, "kind": "forecast", "source": "layout", "step_seconds": 0.1, "bubble": None,
-        "memory_bytes": {"0": {"weights": 100}, "1": {"weights": 200}},
-        "traffic": {"0": {"dp all_reduce": [1, 1000]}, "1": {"dp all_reduce": [1, 1000]}},
-    }  # fmt: skip
-    for rank in range(2):
+    path = make_run(tmp_path / "one", ranks=3, steps=10, more={"dp": 2})
+    draw, weights = random.Random(1), []
+
+    def forecast(rank, weights):
+        # As ranks say it: each its own part.
+        return {
+            "t": 1.0, "rank": rank, "kind": "forecast", "source": "layout", "step_seconds": None, "bubble": None,
+            "memory_bytes": {str(rank): {"weights": weights}}, "traffic": {str(rank): {"dp all_reduce": [1, 1000]}},
+        }  # fmt: skip
+
+    for rank in range(3):
+        started = json.loads(started_line(rank, t=1_790_000_100.0, generation=1))
+        again = [forecast(rank, 7), started, forecast(rank, 100 * (rank + 1))]
+        # The third rank was of the first start alone, which was a larger one.
+        again = again if rank < 2 else again[:1]
         parts = ("weights", "gradient", "optimizer", "other", "rss", "peak_rss")
         memory = {f"{part}_bytes": draw.randrange(10**6) for part in parts}
+        weights.append(memory["weights_bytes"])
         events = [
             {"t": 2.0, "rank": rank, "kind": "memory", "step": 10, **memory},
             {"t": 2.0, "rank": rank, "kind": "axis_traffic", "step": 10, "rows": {"dp all_reduce": [10, 9000, 0.5]}},
@@ -81,12 +90,31 @@ def test_memory_traffic_and_forecast_are_side_by_side(tmp_path):
              "coordinates": {"dp": rank}, "threads": 1, "pid": 1},
         ]  # fmt: skip
         with (path / "events" / f"rank-{rank:03d}.jsonl").open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in ([forecast] if rank == 0 else []) + events)
+            file.writelines(json.dumps(event) + "\n" for event in again + events)
     answer = ranks_answer(Run(path).look_once())
     assert [one["predicted"] for one in answer["memory"]] == [{"weights": 100}, {"weights": 200}]
-    assert answer["memory"][1]["measured"]["weights"] == memory["weights_bytes"]
+    assert answer["memory"][1]["measured"]["weights"] == weights[1]
     assert answer["traffic"] == [
         {"axis": "dp", "operation": "all_reduce", "calls": 20, "bytes": 18000, "seconds": 1.0, "forecast_bytes": 20000}
     ]
     assert answer["mesh"]["axes"] == [["dp", 2]]
-    assert [place["coordinates"] for place in answer["mesh"]["places"]] == [{"dp": 0}, {"dp": 1}]
+    assert [place["coordinates"] for place in answer["mesh"]["places"]][:2] == [{"dp": 0}, {"dp": 1}]
+
+
+def test_what_a_rehearsal_left_is_the_forecast_until_ranks_say_theirs(tmp_path):
+    path = make_run(tmp_path / "one", ranks=2, steps=10)
+    page = {"plan": "dp=2", "machine": "x", "seconds": 0.125, "bubble": 0.25,
+            "ranks": [{"state_bytes": {"weights": 10, "gradients": 5}, "peak_bytes": 100, "traffic": {"dp all_reduce": [1, 8]}},
+                      {"state_bytes": {"weights": 11, "gradients": 5}, "traffic": {}}]}  # fmt: skip
+    (path / "forecast.json").write_text(json.dumps(page))
+    run = Run(path).look_once()
+    found = forecast_of(run)
+    assert (found["step_seconds"], found["bubble"], found["source"]) == (0.125, 0.25, "rehearsal")
+    assert found["memory_bytes"] == {
+        "0": {"weights": 10, "gradients": 5, "other": 85},
+        "1": {"weights": 11, "gradients": 5},
+    }
+    assert found["traffic"] == {"0": {"dp all_reduce": [1, 8]}, "1": {}}
+    for strange in ("[]", '{"seconds": 1}', '{"seconds": 1, "bubble": 1, "ranks": [{"state_bytes": 5}]}'):
+        (path / "forecast.json").write_text(strange)
+        assert forecast_of(run.look_once()) is None
