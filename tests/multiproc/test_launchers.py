@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,33 @@ def test_processes_of_mpi_know_their_place(name: str) -> None:
     assert found.returncode == 0, found.stderr
     for words in (f"launcher         {name}", "0 of 2", "1 of 2", "127.0.0.1:2"):
         assert words in found.stdout, found.stdout
+
+
+def _as_rank(rank: int) -> dict[str, str]:
+    """What torchrun tells one of two ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "ps=1 workers=1"])
+def test_a_rank_that_does_not_come_is_named_within_the_recipes_deadline(shoal, tiny, plan: str) -> None:
+    """Whatever ``elastic.start_deadline`` said, those that had come waited for two minutes."""
+    wait = ["--plan", plan, "--set", "elastic.start_deadline=1.5"]
+    ended = shoal.run("train", tiny, *wait, expect=1, environment=_as_rank(0), timeout=30)
+    assert "rank 1 of 2 did not come within 1.5 s (rank 0 on" in ended.stderr
+    lost = shoal.run("train", tiny, *wait, expect=1, environment=_as_rank(1), timeout=30)
+    assert "rank 1 cannot reach rank 0 at 127.0.0.1:" in lost.stderr and "1500ms" in lost.stderr
+
+
+def test_an_elastic_run_is_refused_by_the_first_rank(shoal, tiny) -> None:
+    shared = _as_rank(0)
+    asked = ["train", tiny, "--plan", "dp=2", "--set", "elastic.mode=shrink", "--run-dir", "run"]
+    other = shoal.start(*asked, environment={**shared, "RANK": "1"})
+    refused = shoal.run(*asked, expect=2, environment=shared)
+    assert "start the run with `shoal train RECIPE --hosts a:N,b:N`" in refused.stderr
+    assert other.wait(30) == 2 and not (shoal.folder / "run").exists()
 
 
 @pytest.mark.soak

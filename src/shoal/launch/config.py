@@ -15,7 +15,7 @@ class ProcessConfig(Config):
     collective_deadline: float = Field(default=300.0, gt=0)
     """Seconds that a collective may take, and that all ranks together may stand still, before the run is stopped."""
     start_deadline: float = Field(default=120.0, gt=0)
-    """Seconds that a rank has from its start to its first sign of life."""
+    """Seconds that a rank has from its start to its first sign of life, and under a launcher to come to the others."""
     stop_grace: float = Field(default=60.0, gt=0)
     """Seconds that ranks have to finish the step and write a checkpoint after Ctrl-C or SIGTERM, before they are killed."""
     lease_seconds: float = Field(default=10.0, gt=0)

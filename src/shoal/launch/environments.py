@@ -6,6 +6,7 @@ a whole run on every host. Our own ranks get torchrun's contract, but for the ad
 Shoal's supervisor gives is named ``SHOAL_*``.
 """
 
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from shoal.core.errors import RequestError
 from shoal.core.place import Place
-from shoal.launch.detect.launchers import READERS, refuse_others
+from shoal.launch.detect.launchers import LOOPBACK_ADDRESS, READERS, refuse_others
 from shoal.telemetry.statusboard import RankStatus, StatusBoard
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -36,16 +37,46 @@ def read_place(environment: Mapping[str, str]) -> Place:
         return Place()
     trusted, *others = found.values()
     for other in others:
-        if not _is_nested(trusted, other, environment) and (other.rank, other.world_size) != (
-            trusted.rank,
-            trusted.world_size,
-        ):
+        if _is_nested(trusted, other, environment):
+            continue
+        if (other.rank, other.world_size) != (trusted.rank, trusted.world_size):
             raise RequestError(
                 f"{trusted.launcher} makes this process rank {trusted.rank} of {trusted.world_size} "
                 f"({', '.join(trusted.evidence)}), and {other.launcher} rank {other.rank} of {other.world_size} "
                 f"({', '.join(other.evidence)}); unset the variables of one of them"
             )
+        if _are_apart(_given_address(trusted), _given_address(other)):
+            raise RequestError(
+                f"{trusted.launcher} says that rank 0 is at {trusted.address} ({', '.join(trusted.evidence)}), and "
+                f"{other.launcher} that it is at {other.address} ({', '.join(other.evidence)}); unset the variables of one of "
+                "them, or let both name one host"
+            )
     return trusted
+
+
+def _given_address(place: Place) -> str:
+    """Where a launcher says that rank 0 is; empty where it says nothing, and all ranks are on this host."""
+    is_derived = place.address == LOOPBACK_ADDRESS and not any(LOOPBACK_ADDRESS in one for one in place.evidence)
+    return "" if is_derived else place.address
+
+
+def _are_apart(one: str, other: str) -> bool:
+    """Whether two addresses are of two hosts, as far as their texts tell: a name and a number may be of one."""
+    if not one or not other or _is_number(one) != _is_number(other):
+        return False
+    if _is_number(one):
+        return ipaddress.ip_address(one.strip("[]")) != ipaddress.ip_address(other.strip("[]"))
+    labels, others = one.lower().split("."), other.lower().split(".")
+    common = min(len(labels), len(others))
+    return labels[:common] != others[:common]
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_nested(inner: Place, outer: Place, environment: Mapping[str, str]) -> bool:

@@ -34,7 +34,6 @@ from shoal.trainer.request import TrainRequest
 
 LISTENS_BY_ITSELF = True
 """SIGTERM is held back until the roles are started (``launch/child.py``)."""
-_START_DEADLINE = timedelta(seconds=120)
 _MEETING_KEY = "shoal/roles"
 
 
@@ -86,7 +85,8 @@ def _stopped(runner: Roles) -> set[int]:
 def _meet(place: Place, run_dir: Path, address: str, recipe: Recipe) -> Meeting:
     """Learn where the center is, and the key; rank 0 makes both."""
     store = AgentStore(place.store)
-    store.set_timeout(_START_DEADLINE)
+    seconds = recipe.elastic.start_deadline
+    store.set_timeout(timedelta(seconds=seconds))
     if place.rank == 0:
         threads = int(os.environ.get("SHOAL_THREADS", "0")) or default_threads(place.local_size or place.world_size)
         told = {
@@ -98,7 +98,6 @@ def _meet(place: Place, run_dir: Path, address: str, recipe: Recipe) -> Meeting:
     try:
         told = json.loads(store.get(_MEETING_KEY))
     except RuntimeError as error:
-        seconds = _START_DEADLINE.total_seconds()
         raise RunError(
             f"rank {place.rank} waited {seconds:g} s for rank 0 to tell where the center is: {error}"
         ) from error

@@ -31,10 +31,9 @@ from shoal.serverrun.roles import Meeting, Roles, free_port, list_roles
 from shoal.serverrun.standalone import check_server_folder
 from shoal.telemetry.summaryfile import read_summary
 from shoal.trainer.claim import choose_run_dir
-from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.config import Recipe, load_recipe, read_start_deadline
 from shoal.trainer.request import TrainRequest, read_request
 
-_START_DEADLINE = timedelta(seconds=120)
 _ROLES_KEY, _DONE_KEY = "shoal/roles", "shoal/roles-done"
 _LOOK_SECONDS = 0.25
 _STOP_SECONDS = 10.0
@@ -69,7 +68,8 @@ def train_as_role(request: TrainRequest, place: Place) -> tuple[int, dict[str, A
         RequestError: the request is wrong; told by the first rank, and passed on to the others without words.
         RunError: the first rank could not be reached.
     """
-    opened, seconds = open_store(place, _START_DEADLINE), _START_DEADLINE.total_seconds()
+    seconds = read_start_deadline(request.recipe, request.overrides)
+    opened = open_store(place, timedelta(seconds=seconds))
     number = agree_on_round(
         opened, rank=place.rank, world_size=place.world_size, host=socket.gethostname(), seconds=seconds
     )
@@ -83,7 +83,7 @@ def train_as_role(request: TrainRequest, place: Place) -> tuple[int, dict[str, A
         raise RequestError(f"{place.launcher} has {place.num_servers} parameter server(s), and the plan ps={plan.ps}")
     if place.rank == 0:
         _open_meeting(request, place, recipe, store)
-    meeting = _hear_of_meeting(store, place)
+    meeting = _hear_of_meeting(store, place, seconds)
     if isinstance(meeting, int):
         return meeting, None
     roles = list_roles(request, place, plan, meeting, address=own_address(place) or place.address)
@@ -122,12 +122,11 @@ def _open_meeting(request: TrainRequest, place: Place, recipe: Recipe, store: St
     store.set(_ROLES_KEY, json.dumps(meeting))
 
 
-def _hear_of_meeting(store: Store, place: Place) -> Meeting | int:
+def _hear_of_meeting(store: Store, place: Place, seconds: float) -> Meeting | int:
     """What rank 0 told, or the exit code where it has refused the request."""
     try:
         found = json.loads(store.get(_ROLES_KEY))
     except RuntimeError as error:
-        seconds = _START_DEADLINE.total_seconds()
         raise RunError(f"rank {place.rank} waited {seconds:g} s for rank 0 to check the request: {error}") from error
     if "refused" in found:
         return EXIT_WRONG_REQUEST if found["refused"] else EXIT_NO

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.compression.config import CompressionConfig
 from shoal.core.config import Config, read_toml, validate
-from shoal.core.errors import did_you_mean
+from shoal.core.errors import RequestError, did_you_mean
 from shoal.core.rundir import Readers
 from shoal.data.config import DataConfig
 from shoal.elastic.config import ElectionConfig, GroupConfig
@@ -140,6 +140,17 @@ def load_recipe(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Rec
         RequestError: names every wrong key with the nearest right one.
     """
     return validate(Recipe, read_toml(Path(path)), origin=Path(path).name, overrides=overrides)
+
+
+def read_start_deadline(path: str | PathLike[str], overrides: Sequence[str] = ()) -> float:
+    """How many seconds the processes of a launcher wait for each other: ``elastic.start_deadline``.
+
+    A recipe that is wrong is refused by the first of them, when they have met: until then the default counts.
+    """
+    try:
+        return load_recipe(path, overrides).elastic.start_deadline
+    except RequestError:
+        return ProcessConfig().start_deadline
 
 
 RecipeLike = Recipe | Mapping[str, Any] | str | PathLike[str]

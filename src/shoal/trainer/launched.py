@@ -44,12 +44,13 @@ from shoal.telemetry.statusboard import StatusBoard, StatusReading
 from shoal.telemetry.summaryfile import read_summary, summarise_death, write_summary
 from shoal.trainer.admission.facts import facts_of, pass_admission
 from shoal.trainer.claim import Claim, read_plan
+from shoal.trainer.config import load_recipe, read_start_deadline
+from shoal.trainer.elastic.limits import refuse_elastic_launched
 from shoal.trainer.own_parts import OwnPartsHere
 from shoal.trainer.request import TrainRequest, already_finished, prepare, say_finished
 from shoal.trainer.summary import describe_summary
 from shoal.trainer.worker import run_rank
 
-_START_DEADLINE = timedelta(seconds=120)
 _PROGRESS_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
 _FAILURE_SECONDS = 3.0
@@ -69,7 +70,8 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         RunError: this rank failed; says where, with its traceback.
     """
     place, owner = read_place(os.environ), os.getpid()
-    opened, seconds = open_store(place, _START_DEADLINE), _START_DEADLINE.total_seconds()
+    seconds = read_start_deadline(request.recipe, request.overrides)
+    opened = open_store(place, timedelta(seconds=seconds))
     number = agree_on_round(
         opened, rank=place.rank, world_size=place.world_size, host=socket.gethostname(), seconds=seconds
     )
@@ -78,7 +80,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
         # The ranks before may have died before there was a directory.
         request = replace(request, resume=True, may_start=True)
     claim = _claim_as_first(request, store) if place.rank == 0 else None
-    found = _hear_of_start(store)
+    found = _hear_of_start(store, seconds)
     if "error" in found and place.rank > 0:
         return (EXIT_WRONG_REQUEST if found["request"] else EXIT_NO), None
     run_dir = _read_start(found)
@@ -87,7 +89,7 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     if place.rank > 0:
         _take_over(run_dir, found)
     try:
-        beats = _enter_together(request, found, place, store, number)
+        beats = _enter_together(request, found, place, store, number, seconds=seconds)
     except ShoalError as error:
         if claim is not None:
             claim.put_back()
@@ -122,7 +124,9 @@ def train_launched(request: TrainRequest) -> tuple[int, dict[str, Any] | None]:
     return _EXIT_CODES.get(str(summary["stopped_by"]) if summary else "", EXIT_DONE), summary
 
 
-def _enter_together(request: TrainRequest, found: dict[str, Any], place: Place, store: Store, number: int) -> Beats:
+def _enter_together(
+    request: TrainRequest, found: dict[str, Any], place: Place, store: Store, number: int, *, seconds: float
+) -> Beats:
     """See that all ranks have the same, and begin to watch over one another.
 
     Raises:
@@ -134,20 +138,19 @@ def _enter_together(request: TrainRequest, found: dict[str, Any], place: Place, 
         facts_of(Path(request.recipe), [request.plan, *request.overrides]),
         rank=place.rank,
         world_size=place.world_size,
-        seconds=_START_DEADLINE.total_seconds(),
+        seconds=seconds,
     )
-    own = PrefixStore(f"round-{number}", connect_store(place, _START_DEADLINE))
+    own = PrefixStore(f"round-{number}", connect_store(place, timedelta(seconds=seconds)))
     own.set(f"connected/{place.rank}", "1")
     if place.rank == 0:
-        _seal_when_all_are_connected(own, place)
+        _seal_when_all_are_connected(own, place, seconds)
     return Beats(own, rank=place.rank, hosts=hosts, lease_seconds=found["lease_seconds"])
 
 
-def _seal_when_all_are_connected(store: Store, place: Place) -> None:
+def _seal_when_all_are_connected(store: Store, place: Place, seconds: float) -> None:
     try:
-        store.wait([f"connected/{rank}" for rank in range(place.world_size)], _START_DEADLINE)
+        store.wait([f"connected/{rank}" for rank in range(place.world_size)], timedelta(seconds=seconds))
     except RuntimeError as error:
-        seconds = _START_DEADLINE.total_seconds()
         raise RunError(
             f"rank 0 waited {seconds:g} s for all ranks to connect to its store a second time: {error}"
         ) from error
@@ -198,6 +201,7 @@ def _tell(error: BaseException, rank: int, state: StatusReading, first: Failure 
 def _claim_as_first(request: TrainRequest, store: Store) -> Claim | None:
     """Check the request, take its directory and tell the others; they must hear of a refusal too, or they would wait."""
     try:
+        refuse_elastic_launched(load_recipe(request.recipe, request.overrides))
         prepared = prepare(request, own=OwnPartsHere())
         if prepared.setup.plan.ps:
             raise RequestError(
@@ -251,12 +255,11 @@ def _take_over(run_dir: Path, found: dict[str, Any]) -> None:
         ) from error
 
 
-def _hear_of_start(store: Store) -> dict[str, Any]:
+def _hear_of_start(store: Store, seconds: float) -> dict[str, Any]:
     """What the first rank decided."""
     try:
         found: dict[str, Any] = json.loads(store.get(_START_KEY))
     except RuntimeError as error:
-        seconds = _START_DEADLINE.total_seconds()
         raise RunError(
             f"waited {seconds:g} s for rank 0 to check the request and take the run directory: {error}"
         ) from error

@@ -126,9 +126,12 @@ def _start_local_ranks(request: "TrainRequest", per_node: int, json_file: Path |
     """Be the process of a node that starts its ranks; each of them is told its number on the node."""
     from shoal.launch.clusters.localranks import check_node, run_local_ranks
     from shoal.trainer.config import load_recipe
+    from shoal.trainer.elastic.limits import refuse_elastic_launched
 
     check_node(os.environ, per_node)
-    grace = load_recipe(request.recipe, request.overrides).elastic.stop_grace
+    recipe = load_recipe(request.recipe, request.overrides)
+    refuse_elastic_launched(recipe)
+    grace = recipe.elastic.stop_grace
     arguments = ["train", str(request.recipe)]
     if request.plan is not None:
         arguments += ["--plan", request.plan]

@@ -28,7 +28,8 @@ from shoal.launch.detect.hostlist import expand_counts, expand_hosts
 
 Environment = Mapping[str, str]
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
+"""Where rank 0 is when nobody says it and all ranks are on one host."""
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 """Ports for ranks whose launcher names none: below those that Linux gives to outgoing connections."""
 
@@ -160,7 +161,14 @@ def read_slurm(environment: Environment) -> Place | None:
         local_size = counts[node]
     job = f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"
     is_one_host = len(hosts) == 1
-    names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST")
+    names = (
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NODELIST",
+        "MASTER_ADDR",
+    )
     return _checked(
         Place(
             rank=rank,
@@ -171,7 +179,7 @@ def read_slurm(environment: Environment) -> Place | None:
             is_launched=True,
             launcher="slurm",
             hosts=tuple(hosts),
-            address=environment.get("MASTER_ADDR") or (_LOOPBACK if is_one_host else hosts[0]),
+            address=environment.get("MASTER_ADDR") or (LOOPBACK_ADDRESS if is_one_host else hosts[0]),
             port=_number(environment, "MASTER_PORT", 0) or _port_of(job),
             evidence=_evidence(environment, *names),
         ),
@@ -340,7 +348,7 @@ def _read_mpi(
             local_size=local_size,
             is_launched=True,
             launcher=launcher,
-            address=address or _LOOPBACK,
+            address=address or LOOPBACK_ADDRESS,
             port=_number(environment, "MASTER_PORT", 0) or _port_of(name),
             evidence=_evidence(environment, rank, size, *local, "MASTER_ADDR", "MASTER_PORT"),
         ),

@@ -13,6 +13,7 @@ from shoal.core.rundir import RunDir
 from shoal.launch.clusters.job import Job, arrange, name_job
 from shoal.trainer.claim import check_claim, choose_run_dir, pin_data, require_run_dir
 from shoal.trainer.config import Recipe, load_recipe
+from shoal.trainer.elastic.limits import refuse_elastic_launched
 from shoal.trainer.request import TrainRequest, read_request
 
 _HANDED_ON = ("PYTHONPATH",)
@@ -42,7 +43,9 @@ def prepare_cluster_run(request: TrainRequest, *, nodes: int | None, per_node: i
     Raises:
         RequestError: one message with the numbers and the fix.
     """
-    text = request.plan if request.plan is not None else load_recipe(request.recipe, request.overrides).plan
+    given = load_recipe(request.recipe, request.overrides)
+    refuse_elastic_launched(given)
+    text = request.plan if request.plan is not None else given.plan
     if text.strip() == "auto":
         raise RequestError(
             "plan 'auto' is picked for this machine; name a plan for the cluster (`shoal plan RECIPE --cluster "

@@ -39,6 +39,20 @@ def refuse_elastic(recipe: Recipe, plan: Plan) -> None:
             raise RequestError(f"elastic.mode shrink: {problem}; leave it out, or {FIX}")
 
 
+def refuse_elastic_launched(recipe: Recipe) -> None:
+    """Refuse a run that is to go on without its dead where something else than Shoal starts, and ends, its ranks.
+
+    Raises:
+        RequestError: says what to start it with.
+    """
+    if recipe.elastic.mode == "shrink":
+        raise RequestError(
+            "elastic.mode shrink needs an agent of Shoal's on every host, which keeps the others when a rank dies; torchrun, "
+            "SLURM, MPI, Ray, Kubernetes and other launchers start the ranks themselves: start the run with `shoal train RECIPE "
+            f"--hosts a:N,b:N` (without --on, and outside of a launcher), or {FIX}"
+        )
+
+
 def refuse_elastic_hosts(recipe: Recipe, plan: Plan, hosts: Sequence[HostSlots]) -> None:
     """Refuse what ranks of several hosts cannot do when some of them die.
 

@@ -90,6 +90,17 @@ def test_a_wrong_request(tiny, words, message):
     assert message in refuse(*(tiny if word == "TINY" else word for word in words))
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_elastic_run_is_refused_before_a_file_is_written(tiny, tmp_path, launcher):
+    """It was started as any other, and the first rank that died ended it."""
+    shrink = ("--set", "elastic.mode=shrink")
+    fix = "start the run with `shoal train RECIPE --hosts a:N,b:N`"
+    assert fix in refuse("job", launcher, tiny, *NODES, *hosts(launcher), *shrink, "--out", "job")
+    assert not (tmp_path / "job").exists()
+    if launcher != "kubernetes":
+        assert fix in refuse("train", tiny, "--on", launcher, "--plan", "dp=2", *shrink)
+
+
 @pytest.mark.parametrize(
     ("launcher", "message"),
     [

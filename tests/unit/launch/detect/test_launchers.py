@@ -108,6 +108,7 @@ def test_a_node_of_kubeflow_and_its_ranks() -> None:
     several = {**given, "PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert _numbers(read_place(several)) == ("kubeflow", 9, 12, 1, 4)
     of_torchrun = {**several, "RANK": "9", "WORLD_SIZE": "12", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    of_torchrun["TORCHELASTIC_RUN_ID"] = "none"
     assert read_place(of_torchrun).launcher == "torchrun", "its command may be torchrun's, as Kubeflow means it"
 
 
@@ -155,6 +156,28 @@ def test_two_launchers_that_disagree_are_both_shown() -> None:
     with pytest.raises(RequestError, match=r"torchrun makes this process rank 0 of 2 .*slurm rank 3 of 8 .*unset"):
         read_place({**slurm, "RANK": "0", "WORLD_SIZE": "2"})
     assert read_place({**slurm, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h"}).launcher == "torchrun"
+
+
+def test_two_launchers_that_name_other_hosts_of_rank_0_are_both_shown() -> None:
+    """Rank and size were compared alone: each rank went where the first launcher sent it."""
+    ranked = {"RANK": "0", "WORLD_SIZE": "2"}
+    tf, slurm = _tf("worker", 0, worker=["p:1", "b:1"]), _captured("slurm-22.05-step")
+    message = (
+        r"torchrun says that rank 0 is at q \(.*MASTER_ADDR=q\), and tf_config that it is at p \(TF_CONFIG=.*unset"
+    )
+    with pytest.raises(RequestError, match=message):
+        read_place({**tf, **ranked, "MASTER_ADDR": "q"})
+    numbers = _tf("worker", 0, worker=["10.0.0.1:1", "10.0.0.2:1"])
+    with pytest.raises(RequestError, match=r"rank 0 is at 10\.0\.0\.9 .*tf_config that it is at 10\.0\.0\.1"):
+        read_place({**numbers, **ranked, "MASTER_ADDR": "10.0.0.9"})
+    with pytest.raises(RequestError, match=r"tf_config says that rank 0 is at p .*slurm that it is at rack0n01"):
+        eight = [f"{name}:1" for name in "pabcdefg"]
+        read_place({**slurm, "SLURM_PROCID": "0", **_tf("worker", 0, worker=eight)})
+    # One host by a shorter and a longer name; by a number, of which a text does not tell; and not named at all.
+    for address in ("p", "P.cluster.local", "10.0.0.1", ""):
+        assert read_place({**tf, **ranked, "MASTER_ADDR": address}).address == address
+    openmpi = {**_captured("openmpi-4.1.4"), **_tf("worker", 1, worker=["10.0.0.1:1", "10.0.0.1:2"])}
+    assert read_place(openmpi).launcher == "tf_config", "loopback is what is left where MPI says nothing"
 
 
 def test_a_launcher_inside_another_has_ranks_of_its_own() -> None:
