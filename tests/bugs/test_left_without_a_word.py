@@ -207,10 +207,11 @@ def test_a_command_whose_own_process_is_left_is_no_success(shoal, plant):
     """A run is evaluated, and a request checked, in the process of the command itself, where no supervisor looks."""
     plant(leave="pass")
     shoal.run("train", "own.toml", "--plan", "dp=1", "--run-dir", "run", "--set", "train.steps=1")
-    for leave in ("os._exit(0)", "sys.exit(0)"):
+    for number, leave in enumerate(("os._exit(0)", "sys.exit(0)")):
         plant(leave=leave, at=0)
-        text = (shoal.folder / "mine.py").read_text()
-        (shoal.folder / "mine.py").write_text(text.replace("'SHOAL_BOARD_FD' in os.environ and ", ""))
+        text = (shoal.folder / "mine.py").read_text().replace("'SHOAL_BOARD_FD' in os.environ and ", "")
+        # Of two files of one length in one second Python takes what it compiled of the first for both.
+        (shoal.folder / "mine.py").write_text(text + "\n" * number)
         done = shoal.run("eval", "run", "--samples", "8", expect=1)
         assert f"mine.py:13 called {leave} before the command was done" in done.stderr and not done.stdout
 

@@ -37,6 +37,7 @@ VERBS = (
     "report",
     "runs",
     "export",
+    "dash",
 )
 
 RUNS = ("runs list", "runs compare", "runs prune")

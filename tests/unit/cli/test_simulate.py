@@ -44,14 +44,16 @@ def test_a_step_as_lines_json_picture_trace_and_run(shoal, tiny, tmp_path):
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     assert [event["kind"] for event in events] == [
         "run_started",
+        "forecast",
         "step",
         "memory",
         "step",
+        "spans",
         "step",
         "memory",
         "run_ended",
     ]
-    assert events[1]["seconds"] == pytest.approx(found["step_seconds"])
+    assert events[2]["seconds"] == pytest.approx(found["step_seconds"])
     assert run.recipe.exists() and json.loads(run.summary.read_text())["simulated"] is True
 
 

@@ -63,6 +63,8 @@ def test_a_worker_that_loses_or_repeats_a_sample_ends_the_run(tmp_path, monkeypa
         return found
 
     monkeypatch.setattr(shares, "own_microbatches", cut)
+    # Nobody ends the workers here, as a supervisor would: they wait for the server that left until their own deadline.
+    recipe = recipe_of("train.steps=6", "paramserver.deadline=2", base=BASE)
     with pytest.raises(RequestError, match=f"epoch 0 trained on .*{said}"):
-        run_inside(tmp_path, "ps=1 workers=2 update=async", recipe_of("train.steps=6", base=BASE))
+        run_inside(tmp_path, "ps=1 workers=2 update=async", recipe)
     assert receipts(tmp_path / "run")[0][2] is False
