@@ -17,7 +17,7 @@ from shoal.tuning.simulation import simulate
 RECIPE = {
     "model": {"name": "gpt", "layers": 2, "hidden": 16, "heads": 2},
     "data": {"source": "synthetic", "kind": "tokens", "samples": 48, "sequence": 8, "vocab": 97},
-    "train": {"steps": 40, "global_batch": 8},
+    "train": {"steps": 60, "global_batch": 8},
     "compression": {"min_elements": 256},
 }
 PLANS = (
@@ -28,6 +28,8 @@ PLANS = (
     "islands=2 dp=1 sync=gossip:ring",
     "islands=2 dp=1 sync=pushsum:exponential,2",
     "islands=2 dp=1 sync=stream:4,2,1",
+    # A period that those ten steps do not divide after which islands ask each other whether to stop.
+    "islands=2 dp=1 sync=stream:15,3,1",
 )
 AXES = ("replicas", "islands")
 
@@ -38,8 +40,8 @@ def agree_by(recipe, job, text):
 
 
 def count_cycles(world, lengths):
-    """By plan: what each step moved between replicas, from the second cycle on."""
-    found = {}
+    """By plan: what each step moved between replicas, from the second cycle on, and the rounds of islands in both."""
+    found, rounds = {}, {}
     for text, length in lengths.items():
         recipe = Recipe.model_validate(RECIPE)
         model, loss, data = build_parts(recipe)
@@ -60,9 +62,10 @@ def count_cycles(world, lengths):
             counted.append(traffic_rows({key: each for key, each in counts.items() if key[0] in AXES}))
         steps.close()
         found[text] = counted[length:]
+        rounds[text] = 0 if trainer.engine.islands is None else trainer.engine.islands.num_rounds
         trainer.engine.close()
         trainer.reporter.close()
-    return found
+    return found, rounds
 
 
 def test_predicted_bytes_are_the_counted_ones():
@@ -70,10 +73,12 @@ def test_predicted_bytes_are_the_counted_ones():
     job, _ = build_job(recipe, "x86-server:2x1@ethernet-1g", own=OwnPartsHere())
     agreements = {text: agree_by(recipe, job, text) for text in PLANS}
     lengths = {text: len(agreement.cycle) for text, (_, agreement) in agreements.items()}
-    counted = run_on_ranks(count_cycles, 2, lengths)
-    assert counted[0] == counted[1]
+    (counted, rounds), other = run_on_ranks(count_cycles, 2, lengths)
+    assert (counted, rounds) == other
+    # A fragment's round is when it is applied, and nothing is when it is sent: after steps 16, 21, ... 56 of 60.
+    assert rounds["islands=2 dp=1 sync=stream:15,3,1"] == 9
     for text, (plan, agreement) in agreements.items():
-        steps = counted[0][text]
+        steps = counted[text]
         assert [traffic_rows(one) for one in agreement.cycle] == steps, text
         # Of two ranks' sums a rank sends as many bytes as the sum has; of exchanges and gathers half.
         sent = sum(sent_bytes(plan, one) for one in steps) / len(steps)
@@ -81,7 +86,7 @@ def test_predicted_bytes_are_the_counted_ones():
     # A simulation says the same of a whole cycle.
     text = "islands=2 dp=1 sync=diloco:3"
     played = simulate(RECIPE, "x86-server:2x1@ethernet-1g", text).as_values()
-    calls, num_bytes = (sum(one.get("islands all_reduce", [0, 0])[at] for one in counted[0][text]) for at in (0, 1))
+    calls, num_bytes = (sum(one.get("islands all_reduce", [0, 0])[at] for one in counted[text]) for at in (0, 1))
     assert played["agreed"]["counted"]["islands all_reduce"] == [calls, num_bytes]
 
 

@@ -123,9 +123,21 @@ class SyncRule:
         return {"local": 1, "easgd": 1, "diloco": 2, "slowmo": 2, "stream": 3}.get(self.kind, 0)
 
     def is_round(self, step: int) -> bool:
-        """True when a round of the whole model is due after step number ``step``, counted from 0, by the number of steps
-        alone."""
+        """True when a round is due after step number ``step``, counted from 0, by the number of steps alone: of the whole model,
+        or of ``stream`` when a fragment is applied."""
+        if self.kind == "stream":
+            return bool(self.fragments_applied(step))
         return self.seconds is None and step >= self.start and (step - self.start + 1) % self.period == 0
+
+    def fragments_sent(self, step: int) -> list[int]:
+        """Fragments of ``stream`` whose change is sent after this step: fragment p of F after step H + p H / F, counted from 1, and
+        every H steps from there on."""
+        since = (step + 1 - fragment * self.period // self.fragments for fragment in range(self.fragments))
+        return [fragment for fragment, steps in enumerate(since) if steps > 0 and steps % self.period == 0]
+
+    def fragments_applied(self, step: int) -> list[int]:
+        """Fragments that are applied after this step: those that were sent so many steps before."""
+        return self.fragments_sent(step - self.delay)
 
 
 def _parse_local(text: str, given: str) -> SyncRule:

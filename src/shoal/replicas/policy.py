@@ -98,7 +98,7 @@ class StepEnd:
     lr: float
     """Its rate."""
     is_round: bool
-    """A round of the whole model is due."""
+    """A round is due: of the whole model, or of ``stream`` when a fragment is applied."""
     samples: int = 0
     """That this island has learnt from in it."""
 

@@ -64,20 +64,16 @@ class Streaming:
         """See ``Policy``. Which fragment is due follows from the step alone."""
         self.is_agreed, self.left_out = False, ()
         self._samples += end.samples
-        changed = False
+        sent, applied = self._rule.fragments_sent(end.step), self._rule.fragments_applied(end.step)
         for fragment in range(self._rule.fragments):
-            # Counted from the fragment's first round on; a change that was never sent is never applied.
-            since = end.step + 1 - fragment * self._rule.period // self._rule.fragments
-            if since > 0 and since % self._rule.period == 0:
+            if fragment in sent:
                 self._send(fragment, end.step)
-            applied = since - self._rule.delay
-            if applied > 0 and applied % self._rule.period == 0:
+            if fragment in applied:
                 self._land(fragment)
                 self._count(fragment)
                 self._apply(fragment)
-                changed = True
                 self.is_agreed = self._agrees_at_rounds
-        return changed
+        return bool(applied)
 
     def _send(self, fragment: int, step: int) -> None:
         names = self._fragments[fragment]

@@ -43,9 +43,9 @@ class Sizes:
 
 
 def tells_stop(rule: SyncRule, step: int, *, is_round: bool) -> bool:
-    """True when islands ask each other after this step whether to stop."""
+    """True when islands ask each other after this step whether to stop: at rounds of the whole model, and every few steps."""
     often = 1 if rule.seconds is not None else min(TOLD_EVERY, rule.period)
-    return is_round or (step + 1) % often == 0
+    return (is_round and rule.kind != "stream") or (step + 1) % often == 0
 
 
 def step_traffic(
@@ -66,7 +66,7 @@ def step_traffic(
         rule: of the plan.
         step: its number.
         sizes: of what the rank updates.
-        is_round: a round of the whole model is held.
+        is_round: a round is held.
         has_order: the channel adds in the order of ranks by itself.
         place: of the rank's island, for gossip.
         matrix: the weights of this round's graph, for gossip.
@@ -78,17 +78,15 @@ def step_traffic(
     if step < rule.start:
         found = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
     elif rule.kind == "stream":
-        for fragment in range(rule.fragments):
-            since = step + 1 - fragment * rule.period // rule.fragments
-            if since > 0 and since % rule.period == 0:
-                widened = {} if shards is None else shards.forecast_traffic(sizes.order[fragment :: rule.fragments])
-                found = add_traffic(found, _looked(sizes), widened)
-            # A fragment is counted in the step that waits for it.
-            if since - rule.delay > 0 and (since - rule.delay) % rule.period == 0:
-                names = set(sizes.order[fragment :: rule.fragments])
-                part = [count for name, count in sizes.elements.items() if name in names]
-                dense = summed_traffic(part, sizes.item_bytes, has_order=has_order)
-                found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
+        for fragment in rule.fragments_sent(step):
+            widened = {} if shards is None else shards.forecast_traffic(sizes.order[fragment :: rule.fragments])
+            found = add_traffic(found, _looked(sizes), widened)
+        # A fragment is counted in the step that waits for it.
+        for fragment in rule.fragments_applied(step):
+            names = set(sizes.order[fragment :: rule.fragments])
+            part = [count for name, count in sizes.elements.items() if name in names]
+            dense = summed_traffic(part, sizes.item_bytes, has_order=has_order)
+            found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
     elif is_round and matrix is not None:
         receivers = sum(bool(matrix[other][place]) for other in range(len(matrix)) if other != place)
         message = sizes.message_bytes

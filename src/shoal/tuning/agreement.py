@@ -128,7 +128,8 @@ class _Messages:
     def of_step(self, step: int, period: int) -> tuple[TrafficCounts, CodecWork, float]:
         """Traffic, codec's work and elements of the round that follows step number ``step``."""
         rule = self._rule
-        is_round = rule.kind != "stream" and (step - rule.start + 1) % period == 0
+        # Rounds by the clock are priced as if they came every so many steps.
+        is_round = rule.is_round(step) if rule.seconds is None else (step - rule.start + 1) % period == 0
         round_number = (step - rule.start) // period if rule.graph is not None else 0
         place = (step - rule.start) % period if rule.kind == "stream" else 0
         key = (is_round, tells_stop(rule, step, is_round=is_round), place, round_number)

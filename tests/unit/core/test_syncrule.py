@@ -58,6 +58,15 @@ def test_rounds_are_counted_from_the_end_of_the_first_phase():
     assert not any(SyncRule.parse("local:1s").is_round(step) for step in range(9))
 
 
+def test_a_round_of_a_stream_is_the_application_of_a_fragment():
+    rule = SyncRule.parse("stream:8,2,3")
+    sent = [(step, one) for step in range(24) for one in rule.fragments_sent(step)]
+    assert sent == [(7, 0), (11, 1), (15, 0), (19, 1), (23, 0)]
+    applied = [(step + 3, one) for step, one in sent]
+    assert [(step, one) for step in range(26) for one in rule.fragments_applied(step)] == applied[:-1]
+    assert [step for step in range(26) if rule.is_round(step)] == [step for step, _ in applied[:-1]]
+
+
 def test_a_rule_without_islands_makes_every_replica_one():
     plan = Plan.parse("dp=4 sync=local:3")
     assert plan.world_size == 4 and str(plan.with_islands) == "islands=4 dp=1 sync=local:3"

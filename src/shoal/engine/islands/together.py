@@ -156,7 +156,7 @@ class Islands:
         is_round = self._is_due(step, lr)
         distance = self._measure_before(is_round=is_round)
         started = time.perf_counter()
-        changed = self.policy.after_update(StepEnd(step=step, lr=lr, is_round=is_round, samples=samples))
+        self.policy.after_update(StepEnd(step=step, lr=lr, is_round=is_round, samples=samples))
         if is_round:
             self._since.zero_()
             self._last_round = time.monotonic()
@@ -165,7 +165,7 @@ class Islands:
             self.forget()
         if is_round and self.rule.graph is not None and self._wants_distance():
             distance = self.distance()
-        if is_round or (changed and self.rule.kind == "stream"):
+        if is_round:
             self.report.append(
                 RoundDone(
                     step=step + 1,
