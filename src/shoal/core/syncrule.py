@@ -130,8 +130,8 @@ class SyncRule:
         return self.seconds is None and step >= self.start and (step - self.start + 1) % self.period == 0
 
     def fragments_sent(self, step: int) -> list[int]:
-        """Fragments of ``stream`` whose change is sent after this step: fragment p of F after step H + p H / F, counted from 1, and
-        every H steps from there on."""
+        """Fragments of ``stream`` whose change is sent after this step: fragment p of F after step H + p H / F, counted from 1,
+        and every H steps from there on."""
         since = (step + 1 - fragment * self.period // self.fragments for fragment in range(self.fragments))
         return [fragment for fragment, steps in enumerate(since) if steps > 0 and steps % self.period == 0]
 
