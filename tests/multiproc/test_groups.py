@@ -10,6 +10,7 @@ from shoal.comm.channel import PeerLost
 from shoal.comm.mesh import build_mesh
 from shoal.core.plan import Plan
 from shoal.serverrun.worker.group import GroupLeader, follow
+from shoal.serverrun.worker.worktimes import WorkTimes
 from shoal.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +38,7 @@ def wait_for_signs(world, deadline):
         return found
 
     channel.broadcast_ = listen
-    follow(None, None, channel)
+    follow(None, None, channel, WorkTimes())
     return len(heard)
 
 
@@ -55,7 +56,7 @@ def be_silent(world, deadline):
         dist.recv(told, 1)
         return ""
     try:
-        follow(None, None, channel)
+        follow(None, None, channel, WorkTimes())
     except PeerLost as error:
         dist.send(told, 0)
         return str(error)

@@ -8,13 +8,20 @@ import signal
 
 import pytest
 
+from shoal.dashboard.runs.run import Run
 from shoal.dashboard.terminal.looking import Looker
+from shoal.dashboard.views.ranks import ranks_answer
 from support.dashboard.promtool import check_metrics
 from support.processes.command import TINY, Shoal, ranks_of, read_events, read_summary, wait_for_step, wait_until
 from unit.dashboard.test_exporters import Receiver, parse
 from unit.dashboard.test_perfetto import overlaps, read_trace
 
-KINDS = {"dp": "dp=2", "pp": "pp=2 microbatches=4", "ps": "ps=1 workers=2"}
+KINDS = {"dp": "dp=2", "pp": "pp=2 microbatches=4", "ps": "ps=1 workers=3"}
+SLOW = TINY.replace("global_batch = 8", "global_batch = 9").replace(
+    TINY[TINY.index('name = "gpt"') : TINY.index("[data]")],
+    'build = "support.models.paced:build_slow_worker"\nargs = { seconds = 0.04 }\n',
+)
+"""``worker-1`` takes longer than the others."""
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +29,13 @@ def runs(tmp_path_factory):
     """A folder with a run of every kind, one of which was killed, and a stranger's folder beside them."""
     folder = tmp_path_factory.mktemp("seen")
     (folder / "tiny.toml").write_text(TINY)
+    (folder / "slow.toml").write_text(SLOW)
     shoal = Shoal(folder)
     try:
         started = [
-            shoal.start("train", "tiny.toml", "--plan", plan, "--run-dir", f"runs/{name}")
+            shoal.start(
+                "train", "slow.toml" if name == "ps" else "tiny.toml", "--plan", plan, "--run-dir", f"runs/{name}"
+            )
             for name, plan in KINDS.items()
         ]
         for process in started:
@@ -87,6 +97,9 @@ def test_metrics_are_those_of_the_events_and_promtool_takes_them(shoal, runs):
         )
     waited = sum(step["wait_seconds"]["pp"] for step in of_pp)
     assert values['shoal_wait_seconds_total{run="pp",rank="1",axis="pp"}'] == pytest.approx(waited, rel=1e-5)
+    for axis in ("workers", "servers"):
+        waited = sum(work["wait_seconds"][axis] for work in read_events(runs / "ps", 2, "work"))
+        assert values[f'shoal_wait_seconds_total{{run="ps",rank="2",axis="{axis}"}}'] == pytest.approx(waited, rel=1e-5)
     calls, num_bytes, _ = read_events(runs / "dp", 0, "axis_traffic")[-1]["rows"]["replicas all_reduce"]
     assert values['shoal_comm_calls_total{run="dp",rank="0",axis="replicas",op="all_reduce"}'] == calls
     assert values['shoal_comm_bytes_total{run="dp",rank="0",axis="replicas",op="all_reduce"}'] == num_bytes
@@ -94,6 +107,23 @@ def test_metrics_are_those_of_the_events_and_promtool_takes_them(shoal, runs):
     assert values['shoal_memory_bytes{run="dp",rank="1",part="weights"}'] == memory["weights_bytes"]
     assert values['shoal_events_total{run="killed",event="rank_failed"}'] == 1
     assert values['shoal_run_running{run="killed"}'] == 0
+
+
+def test_a_slow_worker_is_ranked_first_and_the_others_wait_for_it(runs):
+    run = Run(runs / "ps").look_once()
+    answer = ranks_answer(run, bins=8)
+    # Rank 0 is the server.
+    assert answer["ranks"] == [1, 2, 3] and answer["scores"][0]["rank"] == 2
+    assert answer["scores"][0]["score"] > 1.3
+    row = dict(zip(answer["waits"], zip(*answer["wait_seconds"], strict=True), strict=True))
+    assert row["workers"][1] < min(row["workers"][0], row["workers"][2])
+    assert run.curve("busy_seconds", 2) is not None and run.curve("loss", 2) is None
+    for rank in answer["ranks"]:
+        for work in read_events(runs / "ps", rank, "work"):
+            assert sum(work["phases"].values()) == pytest.approx(work["seconds"], abs=1e-4)
+            assert {"take", "pull", "data", "forward", "backward"} <= set(work["phases"]) and work["samples"] == 3
+    shares = [work["step"] for rank in answer["ranks"] for work in read_events(runs / "ps", rank, "work")]
+    assert sorted(shares) == sorted(3 * list(range(1, 9)))
 
 
 def scrape(address, path="/metrics", headers=None, method="GET"):
@@ -176,7 +206,9 @@ def test_a_trace_has_every_step_of_the_events(shoal, runs):
         events = read_trace(shoal.folder / f"{name}.json")
         assert overlaps(events) == []
         for rank in range(2):
-            wanted = [step["seconds"] for step in steps_of(runs / name, rank)]
+            told = steps_of(runs / name, rank) or read_events(runs / name, rank, "work")
+            wanted = [step["seconds"] for step in told]
+            assert wanted
             drawn = [one for one in events if one["ph"] == "X" and one["pid"] == 2 + 2 * rank and one["cat"] == "steps"]
             assert len(drawn) == len(wanted)
             for one, seconds in zip(drawn, wanted, strict=True):

@@ -29,6 +29,29 @@ class Spans(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkDone(Event):
+    """A worker of parameter servers was through with a work unit and with what had to be waited for after it.
+
+    It is no ``step``: that is the servers' to tell, and several workers compute the shares of one.
+    """
+
+    kind: ClassVar[str] = "work"
+    step: int
+    """That the work unit is of, counted from 1."""
+    samples: int
+    """Those of the work unit."""
+    seconds: float
+    """From this work unit to the next one."""
+    data_seconds: float
+    """Part of it spent on loading data."""
+    wait_seconds: Mapping[str, float]
+    """Parts of it in which this worker waited: for ``workers`` until there was a work unit, for ``servers`` when it pulled and
+    pushed, and for the other ranks of its group by axis."""
+    phases: Mapping[str, float]
+    """All of it, by what the worker did, waits included; ``take``, ``pull`` and ``push`` are those at the wire."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AxisTraffic(Event):
     """What has crossed between this rank and the others since its last ``run_started``."""
 
@@ -95,4 +118,4 @@ def _memory_of(page: Mapping[str, Any]) -> dict[str, int]:
     return state if peak is None else {**state, "other": max(0, int(peak) - sum(state.values()))}
 
 
-MEASUREMENTS: tuple[type[Event], ...] = (Spans, AxisTraffic, RankLocation, Forecast)
+MEASUREMENTS: tuple[type[Event], ...] = (Spans, WorkDone, AxisTraffic, RankLocation, Forecast)

@@ -139,6 +139,15 @@ class StepClock:
         finally:
             self._data_ns += self._turn_to(before)
 
+    @contextmanager
+    def inside(self, phase: str) -> Iterator[None]:
+        """Inside, the rank is in a phase of which the supervisor is not told; after it, in none."""
+        self._turn_to(phase)
+        try:
+            yield
+        finally:
+            self._turn_to(_OTHER)
+
     def cell(self, name: str, begin: float, waited: float, end: float) -> None:
         """A cell of a pipeline's schedule, by ``perf_counter``: when it began, how long it then waited, when it ended."""
         if self._rows is not None:

@@ -161,3 +161,8 @@ class HangingOnce(Paced):
 
 def build_hanging_once(spec, seconds, mark):
     return HangingOnce(spec.vocab, seconds, mark)
+
+
+def build_slow_worker(spec, seconds):
+    """``worker-1`` takes twice as long as the others."""
+    return Paced(spec.vocab, seconds * (2.0 if "worker-1" in sys.argv else 1.0))

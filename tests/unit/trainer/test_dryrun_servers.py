@@ -210,6 +210,13 @@ class FakeLine:
     def pull(self, need, bound=None):
         return (0,)
 
+    def pulled(self, under_way):
+        return under_way.result()
+
+    def settle(self, handed_in):
+        if handed_in is not None:
+            handed_in.result()
+
     def use(self, read):
         pass
 

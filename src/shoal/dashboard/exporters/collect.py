@@ -91,7 +91,7 @@ def _steps(found: Snapshot, name: str, lead: EventFile) -> None:
 
 
 def _of_rank(found: Snapshot, name: str, file: EventFile) -> None:
-    rank, table = str(file.rank), file.steps
+    rank, table = str(file.rank), file.timed
     for column in table.names:
         kind, colon, rest = column.partition(":")
         if colon and kind == "phase":

@@ -41,9 +41,10 @@ def tracks_of(run: Run, predicted: Predicted) -> tuple[list[Track], float]:
         run: as it is known.
         predicted: of a step whose spans were kept.
     """
-    ranks = [file for file in run.ranks if file.steps.rows or file.kept]
+    ranks = [file for file in run.ranks if file.timed.rows or file.kept]
     hosts = {event["rank"]: str(event.get("host", "")) for event in run.events("placed")}
     coordinates = {event["rank"]: event.get("coordinates") for event in run.events("placed")}
+    names = {event["rank"]: str(event.get("name", ""))[:100] for event in run.events("placed")}
     moved = shifts({file.rank or 0: _ends(file) for file in ranks if file.steps.rows}, hosts)
     tracks = [Track(kind="run", rank=-1, label=f"run {run.name}", counts=_loss(run), instants=list(_instants(run)))]
     chosen = _chosen_steps(ranks)
@@ -67,7 +68,7 @@ def tracks_of(run: Run, predicted: Predicted) -> tuple[list[Track], float]:
             Track(
                 kind="rank",
                 rank=rank,
-                label=f"rank {rank}{place}",
+                label=f"{names.get(rank) or f'rank {rank}'}{place}",
                 slices=_Slices(lambda file=file: _of_rank(file, chosen)),  # type: ignore[misc]
                 counts=list(_memory(file)),
                 shift=moved.get(rank, 0.0),
@@ -100,7 +101,8 @@ def _place(host: str, coordinates: object) -> str:
 
 
 def _begin(ranks: list[EventFile], run: Run) -> float:
-    firsts = [float(file.steps.column("t")[0] - file.steps.column("seconds")[0]) for file in ranks if file.steps.rows]
+    tables = [file.timed for file in ranks if file.timed.rows]
+    firsts = [float(table.column("t")[0] - table.column("seconds")[0]) for table in tables]
     started = [float(event["t"]) for event in run.events("run_started")]
     known = [moment for moment in (*firsts, *started) if np.isfinite(moment)]
     return min(known, default=0.0)
@@ -117,16 +119,18 @@ def _chosen_steps(ranks: list[EventFile]) -> list[int]:
 
 def _of_rank(file: EventFile, chosen: list[int]) -> Iterator[Slice]:
     """Its steps, and then what is known inside chosen ones: slices of a thread_name come by their start."""
-    table = file.steps
+    table = file.timed
+    has_loss = table is file.steps
     columns = [table.column(name) for name in ("step", "t", "seconds", "data_seconds", "skipped", "loss")]
     until = -np.inf
     for step, end, seconds, data, skipped, loss in zip(*(column.tolist() for column in columns), strict=True):
         # A clock that is set back, or two words for one moment, must not make slices that overlap.
         start = max(end - seconds, until)
         until = max(until, end)
-        details = {"loss": loss, "data_seconds": data} | ({"skipped": True} if skipped else {})
+        told = {"loss": loss} | ({"skipped": True} if skipped else {}) if has_loss else {}
+        details = {"data_seconds": data, **told}
         yield Slice(
-            thread_name="steps", name=f"step {step}", start=start, seconds=max(0.0, end - start), details=details
+            thread_name="steps", name=f"step {int(step)}", start=start, seconds=max(0.0, end - start), details=details
         )
     for step in chosen:
         for found in _spans(file, step):

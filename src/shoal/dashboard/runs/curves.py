@@ -74,19 +74,23 @@ _TABLE_CURVES: dict[str, tuple[str, str, str, bool]] = {
     "cache_wait_seconds": ("data_cache", "wait_seconds", "s", True),
 }
 """Curve: table, column, unit, whether ranks differ."""
+_OF_THE_RUN = ("loss", "learning_rate", "gradient_norm", "tokens_per_s", "loss_scale")
+"""What a worker of parameter servers does not know of the steps that it has shares of."""
 
 
 def _is_known(name: str, steps: Table) -> bool:
     """False for what no event says: waiting times in older runs, and the norm where nobody has the whole gradient."""
     if name == "busy_seconds":
         return any(column.startswith("wait:") for column in steps.names)
+    if name in _OF_THE_RUN and "loss" not in steps:
+        return False
     return name != "gradient_norm" or bool(np.isfinite(steps.column("grad_norm")).any())
 
 
 def curve_names(lead: EventFile) -> list[CurveName]:
     """The curves that there are values of."""
     found = []
-    steps = lead.steps
+    steps = lead.timed
     if steps.rows:
         found += [
             CurveName(name, unit, by_rank)
@@ -172,8 +176,9 @@ class Axis:
 
 def axis_of(file: EventFile) -> Axis:
     """The axes of a rank's steps. Time counts from its first step's begin and never goes back, whatever the clock did."""
-    table = file.steps
-    rows = rows_that_count(table.column("step"))
+    table = file.timed
+    # A worker may have several shares of a step.
+    rows = rows_that_count(table.column("step"), repeats=table is not file.steps)
 
     def pick(name: str) -> npt.NDArray[Any]:
         values = table.column(name)
@@ -220,7 +225,7 @@ class Curves:
 
     def axis(self, file: EventFile) -> Axis:
         """The axes of a rank's steps."""
-        state = (file.steps, file.steps.rows)
+        state = (file.timed, file.timed.rows)
         found = self._axes.get(file.rank)
         if found is None or found[0] != state:
             found = self._axes[file.rank] = (state, axis_of(file))
@@ -229,9 +234,9 @@ class Curves:
     def get(self, file: EventFile, name: str) -> Curve | None:
         """A curve of a rank; None where it has none of this name."""
         key = (name, file.rank)
-        is_of_steps = name in _STEP_CURVES or (name in file.steps and ":" in name)
+        is_of_steps = name in _STEP_CURVES or (name in file.timed and ":" in name)
         if is_of_steps:
-            table = file.steps
+            table = file.timed
             if not table.rows or not _is_known(name, table):
                 return None
         else:
@@ -252,7 +257,7 @@ class Curves:
     def _put_together(self, file: EventFile, name: str, is_of_steps: bool, old: Curve | None) -> Curve:
         axis = self.axis(file)
         if is_of_steps:
-            values = _STEP_CURVES[name][2](file.steps) if name in _STEP_CURVES else _column(name)(file.steps)
+            values = _STEP_CURVES[name][2](file.timed) if name in _STEP_CURVES else _column(name)(file.timed)
             values = values if axis.rows is None else values[axis.rows]
             axes, counted = {each: axis.of(each) for each in AXES}, axis.rows
         else:

@@ -187,6 +187,12 @@ def table_row(event: dict[str, Any]) -> dict[str, float] | None:
     if kind == "log" and isinstance(event.get("values"), dict):
         own = {"t": as_number(event["t"]), "step": as_number(event.get("step"))}
         return own | _named("value", event["values"])
+    if kind == "work":
+        waits, phases = (
+            values if isinstance(values := event.get(name), dict) else {} for name in ("wait_seconds", "phases")
+        )
+        own = {name: as_number(event.get(name)) for name in ("step", "samples", "seconds", "data_seconds")}
+        return {"t": as_number(event["t"]), **own, **_named("wait", waits), **_named("phase", phases)}
     if kind == "update":
         late = [as_number(value) for value in event["staleness"]] if isinstance(event.get("staleness"), list) else []
         own = {name: as_number(event.get(name)) for name in ("update", "step", "lr", "num_duplicates")}

@@ -259,7 +259,8 @@ class Run:
 
     def curve_names(self) -> list[CurveName]:
         """The curves that there are."""
-        files = {file.rank: file for file in (self.lead(), *self.ranks[:1]) if file is not None}
+        workers = [file for file in self.ranks if "work" in file.tables]
+        files = {file.rank: file for file in (*workers[:1], self.lead(), *self.ranks[:1]) if file is not None}
         found: dict[str, CurveName] = {}
         for file in files.values():
             found.update({curve.name: curve for curve in curve_names(file)})

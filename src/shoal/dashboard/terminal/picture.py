@@ -159,9 +159,9 @@ def _state_by_events(file: EventFile, row: Mapping[str, Any], culprit: Mapping[s
 
 def _lately(file: EventFile | None) -> dict[str, Any]:
     """Means of a rank's last steps."""
-    if file is None or not file.steps.rows:
+    if file is None or not file.timed.rows:
         return {}
-    table = file.steps
+    table = file.timed
     waits = {name[5:][:30]: _mean(table.column(name)) for name in table.names if name.startswith("wait:")}
     waits.setdefault("data", _mean(table.column("data_seconds")))
     return {

@@ -37,7 +37,8 @@ def ranks_answer(run: Run, *, first: float | None = None, last: float | None = N
         last: the last step; None for all.
         bins: into how many columns steps are put at most.
     """
-    files = [file for file in run.ranks if file.steps.rows]
+    # Servers do what workers wait for: the two are not compared.
+    files = [file for file in run.ranks if "work" in file.tables] or [file for file in run.ranks if file.steps.rows]
     shown = files[:_MOST_RANKS]
     tables = {file.rank: _steps_of(run, file, first, last) for file in shown}
     edges = _edges([steps for steps, _ in tables.values()], _fitting(bins, len(shown)))
@@ -63,7 +64,7 @@ def ranks_answer(run: Run, *, first: float | None = None, last: float | None = N
 
 
 def _names(files: list[EventFile], prefix: str) -> list[str]:
-    every = (name for file in files for name in file.steps.names if name.startswith(prefix))
+    every = (name for file in files for name in file.timed.names if name.startswith(prefix))
     return list(dict.fromkeys(name[len(prefix) :] for name in every))
 
 
@@ -74,7 +75,7 @@ def _fitting(bins: int, ranks: int) -> int:
 def _steps_of(run: Run, file: EventFile, first: float | None, last: float | None) -> tuple[Floats, dict[str, Floats]]:
     """The steps of a rank within limits, and what each took."""
     axis = run.curves.axis(file)
-    table = file.steps
+    table = file.timed
 
     def pick(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if axis.rows is None else values[axis.rows]
@@ -109,7 +110,7 @@ def _means(steps: Floats, values: Floats, edges: list[int]) -> list[float | None
 def _last_means(file: EventFile, columns: list[str]) -> list[float | None]:
     found: list[float | None] = []
     for name in columns:
-        window = file.steps.column(name)[-SCORED_STEPS:]
+        window = file.timed.column(name)[-SCORED_STEPS:]
         window = window[np.isfinite(window)]
         found.append(float(f"{window.mean():.4g}") if len(window) else None)
     return found

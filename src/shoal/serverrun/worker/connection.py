@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -25,7 +25,9 @@ from shoal.paramserver.worker.flat import FlatParameters
 from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open_node
 from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.worker.shares import ShareResult
-from shoal.telemetry.eventlog import EventLog
+from shoal.serverrun.worker.worktimes import WorkTimes
+
+Brought = TypeVar("Brought")
 
 
 class Shares(Protocol):
@@ -55,11 +57,27 @@ class Worker:
     """Of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
     """The data as this process has it, for admission."""
+    times: WorkTimes = field(default_factory=WorkTimes)
+    """Where the time of its work units goes."""
 
     def compute(self, unit: WorkUnit) -> "Computed":
         """The gradient of a work unit."""
-        result = self.shares.run(unit.step, unit.share)
+        result = self.run(unit)
         return Computed(result=result, gradient=self.flat.collect_gradient())
+
+    def run(self, unit: WorkUnit, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+        """The passes over a work unit, or over one of so many even parts of it."""
+        with self.times.computing():
+            result = self.shares.run(unit.step, unit.share, part=part, num_parts=num_parts)
+        self.times.computed(result.samples)
+        return result
+
+    def run_span(self, step: int, start: int, stop: int) -> float:
+        """The passes over a slice of a step's samples; its part of the step's mean loss."""
+        with self.times.computing():
+            loss = self.shares.run_span(step, start, stop)
+        self.times.computed(stop - start)
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +104,7 @@ class ServerConnection:
         self._thread = LoopThread()
         self._spec = spec
         self._worker = worker
+        self._times = worker.times
         self.landing = worker.flat.weights if landing is None else landing
         """The servers' weights, as pulled last."""
         self.identity = spec.instance_id
@@ -156,15 +175,38 @@ class ServerConnection:
 
     def given(self, asked: "Future[WorkUnit | None]") -> WorkUnit | None:
         """The work unit that was asked for, which is what is computed next; None when there is none."""
-        return asked.result()
+        with self._times.taking():
+            unit = asked.result()
+        if unit is not None:
+            self._times.begin(unit.step + 1)
+        return unit
 
     def pull(self, need: int, bound: int | None = None) -> Read:
         """Newer weights; what they are. See ``Client.pull``."""
-        return self._thread.call(self.client.pull(need, bound))
+        with self._times.pulling():
+            return self._thread.call(self.client.pull(need, bound))
+
+    def pulled(self, under_way: "Future[Brought]") -> Brought:
+        """What a pull or a fetch brings that was begun before."""
+        with self._times.pulling():
+            return under_way.result()
+
+    def settle(self, handed_in: "Future[bool] | None") -> None:
+        """Wait until a gradient that was handed in, if one was, is pushed and committed."""
+        if handed_in is None or handed_in.done():
+            # Asked all the same: what it failed of is raised here.
+            _ = handed_in and handed_in.result()
+            return
+        with self._times.pushing():
+            handed_in.result()
 
     def draw(self, num_samples: int, done: tuple[int, int, float] | None) -> Drawn | None:
         """The next work unit of a batch, from whoever drives; None when the run is over. See ``messages.Draw``."""
-        return self._thread.call(self._draw(Draw(num_samples=num_samples, done=done)))
+        with self._times.taking():
+            drawn = self._thread.call(self._draw(Draw(num_samples=num_samples, done=done)))
+        if drawn is not None:
+            self._times.begin(drawn.step + 1)
+        return drawn
 
     async def _draw(self, draw: Draw) -> Drawn | None:
         deadline = self._spec.recipe.paramserver.deadline
@@ -184,11 +226,13 @@ class ServerConnection:
 
     def pull_now(self) -> None:
         """The weights as they are now."""
-        self._thread.call(self.client.pull_now())
+        with self._times.pulling():
+            self._thread.call(self.client.pull_now())
 
     def add_part(self, gradient: torch.Tensor, evaluation: int, unit: int, loss: float) -> None:
         """Bring the gradient of one work unit of a batch to all servers."""
-        self._thread.call(self.client.add_part(gradient, evaluation=evaluation, unit=unit, loss=loss))
+        with self._times.pushing():
+            self._thread.call(self.client.add_part(gradient, evaluation=evaluation, unit=unit, loss=loss))
 
     def fetch(self, unit: WorkUnit, land: Callable[[torch.Tensor, Read], object]) -> "Future[None]":
         """Bring a copy of weights that are new enough, and what they are, to somebody, while something else is done."""
@@ -226,10 +270,8 @@ class ServerConnection:
 
     def close(self) -> None:
         """Leave the wire, and write down what went over it."""
-        if self._spec.run_dir is not None:
-            log = EventLog(self._spec.run_dir, self._spec.rank)
-            log.write(self.traffic())
-            log.close()
+        self._times.end()
+        self._times.tell(self.traffic())
 
         async def leave() -> None:
             if self._spec.cluster is not None:

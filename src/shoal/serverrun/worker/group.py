@@ -32,6 +32,7 @@ from shoal.engine.model import ParallelModel
 from shoal.paramserver.worker.flat import FlatParameters
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.shares import ShareResult, ShareRunner
+from shoal.serverrun.worker.worktimes import WorkTimes
 
 LEADER = 0
 """The rank of a group that is the worker to everyone else."""
@@ -301,26 +302,34 @@ class GroupLeader:
                     return
 
 
-def follow(shares: ShareRunner, scatter_collect: ScatterCollect, channel: Channel) -> None:
+def follow(shares: ShareRunner, scatter_collect: ScatterCollect, channel: Channel, times: WorkTimes) -> None:
     """The life of every other rank of a group: does what the leader says, until that says that it is over.
+
+    What it waits for a command counts as its worker's wait for a work unit, whatever the leader does meanwhile.
 
     Raises:
         PeerLost: a rank of the group died, or was silent for the deadline.
     """
     while True:
-        what, *numbers = _broadcast(channel, ())
+        with times.taking():
+            what, *numbers = _broadcast(channel, ())
         if what == _END:
+            times.end()
             return
         if what == _WAIT:
             continue
-        scatter_collect.scatter()
         step, first, second, third = numbers
-        if what == _RUN:
-            shares.run(step, first, part=second, num_parts=third)
-        else:
-            assert what == _STRETCH, f"{what} is no command"
-            shares.run_span(step, first, second)
-        scatter_collect.collect()
+        times.begin(step + 1)
+        with times.computing():
+            scatter_collect.scatter()
+            if what == _RUN:
+                samples = shares.run(step, first, part=second, num_parts=third).samples
+            else:
+                assert what == _STRETCH, f"{what} is no command"
+                shares.run_span(step, first, second)
+                samples = second - first
+            scatter_collect.collect()
+        times.computed(samples)
 
 
 def _broadcast(channel: Channel, command: tuple[int, ...]) -> list[int]:

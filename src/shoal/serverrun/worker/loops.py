@@ -1,5 +1,4 @@
 """The loops of a worker other than the plain one (``process.py``): with overlap, batches of L-BFGS, local steps, and Downpour.
-Downpour.
 
 With overlap a worker pushes and pulls while it computes, under rules that allow weights which are not the newest:
 
@@ -38,8 +37,7 @@ def run_overlapped_loop(connection: ServerConnection, worker: Worker, spec: Proc
     while (unit := connection.given(asked)) is not None:
         pulling: Future[Read] | None = None
         if read is None or not connection.client.is_enough(read, unit.need, unit.bound):
-            if handed_in is not None:
-                handed_in.result()
+            connection.settle(handed_in)
             read = connection.pull(unit.need, unit.bound)
             flat.weights.copy_(connection.landing)
         else:
@@ -47,7 +45,7 @@ def run_overlapped_loop(connection: ServerConnection, worker: Worker, spec: Proc
             # Begun only now that there is a work unit to be computed beside it: the last gradient of a run has none after it.
             pulling = None if handed_in is None else connection.pull_after(handed_in)
         computed = worker.compute(unit)
-        pulled = pulling.result() if pulling is not None else None
+        pulled = connection.pulled(pulling) if pulling is not None else None
         if pulled is not None:
             # Before the next ones land there.
             flat.weights.copy_(connection.landing)
@@ -59,8 +57,7 @@ def run_overlapped_loop(connection: ServerConnection, worker: Worker, spec: Proc
         handed_in = connection.hand_in(gradient.copy_(computed.gradient), push, read)
         # Where nothing was under way the same weights serve once more, and from then on something is.
         read = read if pulled is None else pulled
-    if handed_in is not None:
-        handed_in.result()
+    connection.settle(handed_in)
 
 
 # A worker under L-BFGS: small work units of one large batch, one after the other, for whoever drives.
@@ -82,7 +79,7 @@ def run_batch_loop(connection: ServerConnection, worker: Worker, spec: ProcessSp
         if given.evaluation != evaluation:
             connection.pull_now()
             evaluation = given.evaluation
-        loss = worker.shares.run_span(given.step, given.start, given.stop)
+        loss = worker.run_span(given.step, given.start, given.stop)
         connection.add_part(worker.flat.collect_gradient(), evaluation, given.unit, loss)
         done = (evaluation, given.unit, loss)
 
@@ -118,12 +115,12 @@ class LocalSteps:
             RunError: the steps led out of the finite numbers.
         """
         results: list[ShareResult] = []
-        flat, shares = self._worker.flat, self._worker.shares
+        flat = self._worker.flat
 
         def gradient_at(weights: torch.Tensor, step: int) -> torch.Tensor:
             flat.weights.copy_(weights)
             with torch.enable_grad():
-                results.append(shares.run(unit.step, unit.share, part=step, num_parts=self._steps))
+                results.append(self._worker.run(unit, part=step, num_parts=self._steps))
             return flat.collect_gradient()
 
         lr = self._own_rate or rate(self._optim, unit.step, self._worker.total_steps)
@@ -211,7 +208,7 @@ class Downpour:
         if self._rule.wants_fetch:
             self._fetch(unit)
         self._rule.begin_step()
-        result = self._worker.shares.run(unit.step, unit.share)
+        result = self._worker.run(unit)
         lr = self._own_rate or rate(self._optim, unit.step, self._worker.total_steps)
         self._gathered.add(unit, result)
         self._send(self._rule.end_step(self._worker.flat.collect_gradient(), lr))
@@ -220,10 +217,10 @@ class Downpour:
         is_first = self._fetching is None
         if self._fetching is not None:
             # One at a time: they land in one place. What it brought is taken up by the step that begins now.
-            self._fetching.result()
+            self._connection.pulled(self._fetching)
         self._fetching = self._connection.fetch(unit, self._rule.land)
         if is_first or not self._overlap:
-            self._fetching.result()
+            self._connection.pulled(self._fetching)
 
     def _send(self, gathered: Push | None) -> None:
         if gathered is None:
@@ -236,9 +233,8 @@ class Downpour:
             self._wait_for_push()
 
     def _wait_for_push(self) -> None:
-        if self._pushing is not None:
-            self._pushing.result()
-            self._pushing, self._pushed = None, ()
+        self._connection.settle(self._pushing)
+        self._pushing, self._pushed = None, ()
 
 
 def run_downpour_loop(connection: ServerConnection, worker: Worker, spec: ProcessSpec) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -39,6 +40,8 @@ from shoal.serverrun.worker.group import GroupLeader, ScatterCollect, follow, jo
 from shoal.serverrun.worker.loops import LocalSteps, run_batch_loop, run_downpour_loop, run_overlapped_loop
 from shoal.serverrun.worker.shares import ShareRunner
 from shoal.serverrun.worker.watchdog import watch_shares
+from shoal.serverrun.worker.worktimes import WorkTimes
+from shoal.telemetry.eventlog import EventLog
 from shoal.telemetry.statusboard import Heartbeat, RankStatus
 from shoal.telemetry.stepclock import StepClock
 from shoal.trainer.build import build_parts
@@ -62,7 +65,10 @@ def work(
             return ""
         worker = build_worker(spec, rank_status)
         worker = replace(worker, shares=watch_shares(worker.shares, spec))
-        halt = _work_until_over(spec, worker, connect or ServerConnection)
+        try:
+            halt = _work_until_over(spec, worker, connect or ServerConnection)
+        finally:
+            worker.times.close()
         worker.shares.end()
         return halt
 
@@ -112,6 +118,8 @@ class WorkerParts:
     """Of the run."""
     data: Mapping[str, str]
     """The data as this process has it, for admission."""
+    times: WorkTimes
+    """Where the time of its work units goes."""
 
 
 def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> WorkerParts:
@@ -132,6 +140,7 @@ def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> Wor
     # Their gradients are added up whole, because torch adds rows up in another order; which rows were touched is found when
     # they are sent.
     sparse = sparse_parameters(model)
+    clock = StepClock(rank_status, spans_every=0 if spec.run_dir is None else recipe.telemetry.spans_every)
     parallel = parallelize(
         model,
         data,
@@ -139,8 +148,9 @@ def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> Wor
         plan=group_plan(layout.plan),
         settings=replace(recipe.settings, train=train, optim=plain),
         world=world,
-        clock=StepClock(rank_status),
+        clock=clock,
     )
+    clock.follow(parallel.mesh.traffic)
     shares = ShareRunner(
         parallel,
         data.train,
@@ -150,6 +160,7 @@ def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> Wor
         num_microbatches=layout.plan.microbatches or 1,
         of_the_step=is_share_of_step(spec.rule, recipe.paramserver.aggregate),
         sizes=sizes,
+        clock=clock,
     )
     total_steps = count_steps(recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample)
     return WorkerParts(
@@ -160,6 +171,7 @@ def build_worker_parts(spec: ProcessSpec, rank_status: RankStatus | None) -> Wor
         sparse=sparse,
         total_steps=total_steps,
         data=same_data.fingerprint.as_settings(),
+        times=WorkTimes(clock, None if spec.run_dir is None else partial(EventLog, spec.run_dir, spec.rank)),
     )
 
 
@@ -170,19 +182,24 @@ def build_worker(spec: ProcessSpec, rank_status: RankStatus | None) -> Worker:
     shard_map = cut_for(parts.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
     if parallel.mesh.everyone.size == 1:
         flat = FlatModel(parallel.model, shard_map, parts.sparse)
-        return Worker(flat=flat, shares=parts.shares, total_steps=parts.total_steps, data=parts.data)
+        return Worker(flat=flat, shares=parts.shares, total_steps=parts.total_steps, data=parts.data, times=parts.times)
     row = FlatParameters(parts.model, shard_map, parts.sparse)
     deadline = recipe.elastic.collective_deadline
     leader = GroupLeader(
         parts.shares, ScatterCollect(parallel, parts.dtype, row), parallel.mesh.everyone, deadline_seconds=deadline
     )
-    return Worker(flat=row, shares=leader, total_steps=parts.total_steps, data=parts.data)
+    return Worker(flat=row, shares=leader, total_steps=parts.total_steps, data=parts.data, times=parts.times)
 
 
 def serve_group(spec: ProcessSpec, rank_status: RankStatus | None) -> None:
     """The life of a rank of a worker that is not its first."""
     parts = build_worker_parts(spec, rank_status)
-    follow(parts.shares, ScatterCollect(parts.parallel, parts.dtype, None), parts.parallel.mesh.everyone)
+    try:
+        follow(
+            parts.shares, ScatterCollect(parts.parallel, parts.dtype, None), parts.parallel.mesh.everyone, parts.times
+        )
+    finally:
+        parts.times.close()
 
 
 def choose_loop(spec: ProcessSpec) -> Callable[[ServerConnection, Worker, ProcessSpec], None]:
@@ -213,14 +230,12 @@ def run_plain_loop(connection: ServerConnection, worker: Worker, spec: ProcessSp
         pace.begin()
         computed = compute(unit)
         waited = pace.wait()
-        if under_way is not None:
-            under_way.result()
+        connection.settle(under_way)
         gradient = computed.gradient if spare is None else spare.copy_(computed.gradient)
         push = describe(connection.identity, unit, computed, read=read, waited=waited)
         under_way = connection.hand_in(gradient, push, read)
         # Until its commit is answered it is in this worker's hands, or the update log would take it for lost and give it again.
         held = push.units
         if not config.overlap:
-            under_way.result()
-    if under_way is not None:
-        under_way.result()
+            connection.settle(under_way)
+    connection.settle(under_way)

@@ -16,6 +16,7 @@ from shoal.data.receipt import Counted
 from shoal.data.source import Source
 from shoal.engine.model import ParallelModel
 from shoal.paramserver.config import span_of
+from shoal.telemetry.stepclock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class ShareRunner:
         of_the_step: True: a gradient is its share of the mean over the whole step, and shares are added. False: it is the mean
             over the share's own items, as one that is an update by itself must be.
         sizes: of the shares beside each other; None: all alike.
+        clock: told what it takes to load samples; None: nobody is.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class ShareRunner:
         num_microbatches: int,
         of_the_step: bool,
         sizes: Sequence[float] | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self.model = model
+        self._clock = clock or StepClock(None)
         self._source = source
         self._seed = seed
         self._global_batch = global_batch
@@ -136,16 +140,15 @@ class ShareRunner:
 
     def _batch(self, ids: Ids, cut: Iterable[Ids], *, of_the_step: bool) -> StepBatch:
         """Microbatches of a step whose samples are ``ids``."""
-        loaded = []
-        for own in cut:
-            items = self._source.collate(own)
-            loaded.append(Microbatch.of(items, own))
-        local = sum(microbatch.weight for microbatch in loaded)
+        with self._clock.loading():
+            loaded = tuple(Microbatch.of(self._source.collate(own), own) for own in cut)
+            local = sum(microbatch.weight for microbatch in loaded)
+            total = self._total_weight(ids) if of_the_step else max(1.0, local)
         return StepBatch(
-            microbatches=tuple(loaded),
+            microbatches=loaded,
             num_samples=len(ids),
             position=position_of(0, len(self._source), self._global_batch),
-            total_weight=self._total_weight(ids) if of_the_step else max(1.0, local),
+            total_weight=total,
             local_weight=local,
         )
 

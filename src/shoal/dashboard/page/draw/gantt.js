@@ -16,7 +16,7 @@ export function cellOf(name) {
 export function kindOf([kind, name]) {
 	if (kind === "cell") return { F: "forward", W: "weight" }[cellOf(name)?.kind] ?? (cellOf(name) ? "backward" : "other");
 	if (kind === "comm" || kind === "data" || kind === "wait") return kind;
-	return { forward: "forward", backward: "backward", gradients: "comm", norm: "other", optimizer: "optimizer", data: "data", checkpoint: "checkpoint", islands: "comm" }[name] ?? "other";
+	return /^(for|back)ward$|^optimizer$|^checkpoint$/.test(name) ? name : { take: "wait", pull: "comm", push: "comm", gradients: "comm", islands: "comm" }[name] ?? "other";
 }
 
 /** Dark or white, whichever is read better on a colour. */
