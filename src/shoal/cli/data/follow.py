@@ -29,7 +29,10 @@ _Type = Annotated[
     list[str] | None,
     typer.Option("--type", metavar="COLUMN=TYPE", help="Type of a column of a store that is made; may be given again."),
 ]
-_Every = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.05, help="Between two looks, at most.")]
+_Every = Annotated[
+    float,
+    typer.Option("--every", metavar="SECONDS", min=0.05, help="A file is taken in when it was the same for so long."),
+]
 _Idle = Annotated[
     float | None,
     typer.Option(

@@ -1,11 +1,13 @@
 """A folder as a source that grows: every new file in it is taken in once, whole, when it has stopped changing.
 
 A writer that renames its files into the folder, or begins their names with a dot while it writes, is never read too early; of
-others a file is taken when two looks in a row have found it alike. What a file was is kept with the rows, one entry for a
-file, so a store knows what it has taken in whoever looks.
+others a file is taken when every look has found it alike for a time. Looks are several in that time, so that a file waits for
+little more than it, and take a part of a processor's time at most. What a file was is kept with the rows, one entry for a file, so
+a store knows what it has taken in whoever looks.
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,10 @@ from shoal.data.table import Schema
 
 MOST_BYTES = 1 << 30
 """Of the files of one version, unless one alone is larger."""
+_LOOKS = 4
+"""In the time that a file must stay as it is."""
+_PAUSES = 4
+"""A pause is so many times as long as the look before it, or longer."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,37 @@ class Seen:
     version: str
 
 
+@dataclass(frozen=True)
+class Unchanged:
+    """A file, and the time of the first look that found it like this."""
+
+    seen: Seen
+    since: float
+
+
 def key_of(address: str, inside: str) -> str:
     """Under which a store keeps that a file was taken in."""
     return f"file {address.rstrip('/')} {inside}"
 
 
-def settled(now: Mapping[str, Seen], before: Mapping[str, Seen]) -> list[str]:
-    """The files that are as they were at the look before, in the order of their names."""
-    return sorted(name for name, seen in now.items() if before.get(name) == seen)
+def watched(now: Mapping[str, Seen], before: Mapping[str, Unchanged], at: float) -> dict[str, Unchanged]:
+    """Since when each file is as it is now."""
+    return {
+        name: before[name] if name in before and before[name].seen == seen else Unchanged(seen, at)
+        for name, seen in now.items()
+    }
+
+
+def settled(files: Mapping[str, Unchanged], at: float, seconds: float) -> list[str]:
+    """The files that have been as they are for so long, in the order of their names."""
+    return sorted(name for name, file in files.items() if at - file.since >= seconds)
+
+
+def pause_of(files: Mapping[str, Unchanged], at: float, seconds: float, look_s: float) -> float:
+    """Until the next look: a part of the time that files take to settle, or until the first one that is waited for has."""
+    usual = min(seconds, max(seconds / _LOOKS, look_s * _PAUSES))
+    left = min((file.since + seconds - at for file in files.values()), default=usual)
+    return max(0.0, min(usual, left))
 
 
 def first_bytes(names: list[str], sizes: Mapping[str, int], most: int) -> list[str]:
@@ -82,35 +111,37 @@ class FolderArrivals:
             raise RequestError(f"{address} is no folder; make it, or name the one that files arrive in")
         self._address, self._format, self._pattern = address, format, pattern
         self._options, self._warn = options or ReadOptions(), warn or (lambda text: None)
-        self._before: dict[str, Seen] = {}
+        self._new: dict[str, Unchanged] = {}
         self._told: set[str] = set()
         self._pause = threading.Event()
 
     def look(self, taken: Mapping[str, Any], schema: Schema | None, seconds: float) -> Arrived | None:
-        """See ``Arrivals``."""
+        """See ``Arrivals``; a file must stay as it is for these seconds."""
+        began = time.monotonic()
         found = {
             file.inside: file
             for file in find_files(self._address, self._pattern, self._options.storage, may_be_empty=True)
         }
-        now, new = {}, {}
+        new = {}
         for inside, file in found.items():
             try:
                 version = file.storage.stat(file.path).version
             except Missing:
                 continue  # It was moved away since it was listed.
-            now[inside] = Seen(file.num_bytes, version)
             was = taken.get(key_of(self._address, inside))
             if was is None:
-                new[inside] = now[inside]
+                new[inside] = Seen(file.num_bytes, version)
             elif was != file.num_bytes and inside not in self._told:
                 self._told.add(inside)
                 self._warn(
                     f"{file.name} had {was} bytes when it was taken in and has {file.num_bytes} now; what was added to it is not "
                     "read: write new rows into new files"
                 )
-        ready, self._before = settled(new, self._before), now
+        self._new = watched(new, self._new, began)
+        ready = settled(self._new, began, seconds)
         if not ready:
-            self._pause.wait(seconds)
+            done = time.monotonic()
+            self._pause.wait(pause_of(self._new, done, seconds, done - began))
             return None
         chosen = first_bytes(ready, {name: seen.size for name, seen in new.items()}, MOST_BYTES)
         return self._read([found[name] for name in chosen], schema)

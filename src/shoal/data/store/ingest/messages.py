@@ -19,6 +19,7 @@ MOST_MESSAGES = 10_000
 """Of one version."""
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 0.1
+_FETCH_MS = 100
 
 
 def parse_topic(address: str) -> tuple[str, str]:
@@ -64,8 +65,10 @@ class TopicArrivals:
             "auto.offset.reset": "error",
             "allow.auto.create.topics": False,
         }
+        # Brokers answer when there is something, or after this time; half a second is librdkafka's own.
+        quick = {"fetch.wait.max.ms": _FETCH_MS, "fetch.error.backoff.ms": _FETCH_MS}
         try:
-            self._consumer: Any = confluent_kafka.Consumer({**(settings or {}), **own}, logger=_Silent())
+            self._consumer: Any = confluent_kafka.Consumer({**quick, **(settings or {}), **own}, logger=_Silent())
         except confluent_kafka.KafkaException as error:
             raise RequestError(f"{address}: librdkafka refuses it: {_reason(error)}") from error
         self._next: dict[int, int] = {}

@@ -7,16 +7,26 @@ import pytest
 
 from shoal.core.errors import RequestError
 from shoal.data.formats.options import ReadOptions, Rejects
-from shoal.data.store.ingest.files import FolderArrivals, Seen, first_bytes, settled
+from shoal.data.store.ingest.files import FolderArrivals, Seen, Unchanged, first_bytes, pause_of, settled, watched
 from shoal.data.store.ingest.loop import take_in
 from shoal.data.store.reader import open_store
 from shoal.data.store.writer import BuildOptions
 
 
-def test_a_file_is_ready_when_two_looks_have_found_it_alike():
-    before = {"a": Seen(1, "x"), "b": Seen(1, "x"), "c": Seen(1, "x")}
-    now = {"c": Seen(1, "x"), "b": Seen(2, "x"), "a": Seen(1, "x"), "d": Seen(1, "x")}
-    assert settled(now, before) == ["a", "c"] and settled(now, {}) == []
+def test_a_file_is_ready_when_it_has_been_alike_for_so_long():
+    files = watched({"a": Seen(1, "x"), "b": Seen(1, "x"), "c": Seen(1, "x")}, {}, 5.0)
+    assert settled(files, 5.3, 0.4) == [] and settled(files, 5.4, 0.4) == ["a", "b", "c"]
+    now = {"c": Seen(1, "x"), "b": Seen(2, "x"), "a": Seen(1, "y"), "d": Seen(1, "x")}
+    files = watched(now, files, 5.3)
+    assert settled(files, 5.4, 0.4) == ["c"] and settled(files, 5.71, 0.4) == ["a", "b", "c", "d"]
+
+
+def test_looks_are_several_in_the_time_that_a_file_waits_and_a_part_of_a_processor():
+    waiting = {"a": Unchanged(Seen(1, "x"), 5.0)}
+    assert pause_of({}, 5.0, 0.4, 0.001) == pytest.approx(0.1) and pause_of({}, 5.0, 0.4, 0.05) == pytest.approx(0.2)
+    assert pause_of({}, 5.0, 0.4, 3.0) == pytest.approx(0.4)
+    assert pause_of(waiting, 5.35, 0.4, 0.001) == pytest.approx(0.05), "not longer than the file has to wait"
+    assert pause_of(waiting, 5.5, 0.4, 0.001) == 0.0
     sizes = {"a": 5, "b": 5, "c": 1}
     assert first_bytes(["a", "b", "c"], sizes, 10) == ["a", "b"] and first_bytes(["a", "b"], sizes, 1) == ["a"]
 
