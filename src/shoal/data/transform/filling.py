@@ -15,7 +15,6 @@ from shoal.data.transform.state import StepState
 
 _MOST_NEIGHBOURS = 1 << 14
 """Training rows that are kept to find neighbours among: the first so many."""
-_CHUNK = 256
 Matrix = NDArray[np.float64]
 
 
@@ -129,30 +128,41 @@ def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
 def _from_neighbours(values: Matrix, valid: Mask, state: StepState, neighbours: int) -> Matrix:
     """The mean of the nearest training rows that have the value; distances are over what both rows have, scaled up to all
     columns."""
-    rows, known = state.arrays["rows"], state.arrays["valid"].astype(np.bool_)
+    known = state.arrays["valid"].astype(np.bool_)
     filled = np.where(valid, values, state.arrays["mean"])
-    lacking = np.flatnonzero(~valid.all(axis=1))
-    for start in range(0, len(lacking), _CHUNK):
-        chunk = lacking[start : start + _CHUNK]
-        both = valid[chunk][:, None, :] & known[None, :, :]
-        apart = np.where(both, values[chunk][:, None, :] - rows[None, :, :], 0.0)
-        shared = both.sum(axis=2)
+    columns, weights = np.ascontiguousarray(state.arrays["rows"].T), np.ascontiguousarray(known.T).astype(np.float64)
+    donors = [None if there.all() else np.flatnonzero(there) for there in known.T]
+    apart, squares, shared = (np.empty(len(known)) for _ in range(3))
+    for row in np.flatnonzero(~valid.all(axis=1)).tolist():
+        squares.fill(0.0)
+        shared.fill(0.0)
+        for place in np.flatnonzero(valid[row]).tolist():
+            np.subtract(columns[place], values[row, place], out=apart)
+            apart *= apart
+            if donors[place] is not None:
+                apart *= weights[place]
+            squares += apart
+            shared += weights[place]
         with np.errstate(divide="ignore", invalid="ignore"):
-            distances = (apart * apart).sum(axis=2) * (values.shape[1] / shared)
+            distances = squares * (values.shape[1] / shared)
         distances[shared == 0] = np.inf
-        for place in range(values.shape[1]):
-            wanted = np.flatnonzero(~valid[chunk, place])
-            donors = np.flatnonzero(known[:, place])
-            if not len(wanted) or not len(donors):
-                continue
-            far = distances[np.ix_(wanted, donors)]
-            nearest = np.argsort(far, axis=1, kind="stable")[:, :neighbours]
-            near = np.isfinite(np.take_along_axis(far, nearest, axis=1))
-            count = near.sum(axis=1)
-            total = np.where(near, rows[donors[nearest], place], 0.0).sum(axis=1)
-            found = np.where(count > 0, total / np.maximum(count, 1), state.arrays["mean"][place])
-            filled[chunk[wanted], place] = found
+        for place in np.flatnonzero(~valid[row]).tolist():
+            there = donors[place]
+            near = nearest_places(distances if there is None else distances[there], neighbours)
+            if len(near):
+                filled[row, place] = columns[place, near if there is None else there[near]].sum() / len(near)
     return filled
+
+
+def nearest_places(distances: Matrix, count: int) -> NDArray[np.int64]:
+    """The places of the least distances, in rising order, the first of those that are equal; none that is not finite."""
+    places = np.arange(len(distances))
+    if count < len(distances):
+        bound = np.partition(distances, count - 1)[count - 1]
+        places = np.flatnonzero(distances <= bound)
+    chosen = places[np.argsort(distances[places], kind="stable")][:count]
+    found: NDArray[np.int64] = chosen[np.isfinite(distances[chosen])]
+    return found
 
 
 def _fit_model(values: Matrix, valid: Mask, mean: Matrix, config: FillConfig, shards: int) -> tuple[Matrix, Matrix]:

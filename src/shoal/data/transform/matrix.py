@@ -52,7 +52,10 @@ def masked_of(
         values[place] = column.values
         if column.valid is not None:
             valid[place] = column.valid
-        if not np.isfinite(values[place]).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = values[place].sum()
+        # The sum of numbers is one, unless they are huge; then each of them is looked at.
+        if not np.isfinite(total) and not np.isfinite(values[place]).all():
             if nan_is_missing:
                 valid[place] &= ~np.isnan(values[place])
             wrong = np.flatnonzero(~np.isfinite(values[place]) & (True if is_whole else valid[place]))
@@ -64,6 +67,18 @@ def masked_of(
         if column.valid is not None or nan_is_missing:
             values[place][~valid[place]] = 0.0
     return values.T, None if is_whole else valid.T
+
+
+def whole_of(table: Table, names: Sequence[str], *, step: str) -> NDArray[np.float64]:
+    """(rows, columns) of float64, of columns that have every value.
+
+    Raises:
+        RequestError: a column holds no single numbers, or lacks one.
+    """
+    values, valid = masked_of(table, names, step=step)
+    if valid is not None:
+        need_whole(valid, names, step=step)
+    return values
 
 
 def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:

@@ -134,13 +134,17 @@ def merge_moments(one: Moments, other: Moments) -> Moments:
 
 def comoments_of(values: Matrix, shards: int = 1) -> Comoments:
     """Of all pairs of the columns of a matrix, none of whose values is missing."""
+    columns = np.ascontiguousarray(values.T)
 
     def make(rows: slice) -> Comoments:
-        part = values[rows]
-        mean = part.sum(axis=0) / len(part)
-        apart = part - mean
-        # einsum without BLAS: its order does not depend on threads.
-        return Comoments(count=float(len(part)), mean=mean, c2=np.einsum("ri,rj->ij", apart, apart))
+        part = columns[:, rows]
+        mean = part.sum(axis=1) / part.shape[1]
+        apart = part - mean[:, None]
+        c2 = np.empty((len(part), len(part)))
+        for place in range(len(part)):
+            # einsum without BLAS: its order does not depend on threads. Every pair is computed once.
+            c2[place, place:] = c2[place:, place] = np.einsum("r,cr->c", apart[place], apart[place:])
+        return Comoments(count=float(part.shape[1]), mean=mean, c2=c2)
 
     return merge_tree(map_blocks(make, len(values), shards), _merge_comoments)
 

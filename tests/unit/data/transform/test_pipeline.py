@@ -16,7 +16,8 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.partition.keys import digest_rows
 from shoal.data.table import Table, number_column, text_column
 from shoal.data.transform.config import StepConfig
-from shoal.data.transform.learned import first_centres
+from shoal.data.transform.filling import nearest_places
+from shoal.data.transform.learned import first_centres, nearest_of
 from shoal.data.transform.pipeline import apply_steps, fit_steps
 from shoal.data.transform.state import load_fitted
 
@@ -258,3 +259,22 @@ def test_nan_is_refused_or_filled():
     with pytest.raises(RequestError, match="has nan in row 2, which is no missing value"):
         fit(table, {"step": "scale", "columns": ["x"]})
     assert fit(table, {"step": "fill", "columns": ["x"], "nan": True}).train["x"].values.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e9])
+@pytest.mark.parametrize("clusters", [1, 5, 300])
+def test_the_nearest_centre_is_the_one_at_the_least_distance(offset, clusters):
+    draws = np.random.default_rng(0)
+    rows, centres = draws.normal(size=(9000, 3)) + offset, draws.normal(size=(clusters, 3)) + offset
+    distances = np.stack([((rows - centre) ** 2).sum(axis=1) for centre in centres])
+    assert (nearest_of(rows, centres) == distances.argmin(axis=0)).all()
+    twice = np.concatenate([centres, centres])
+    assert nearest_of(rows, twice).max() < clusters, "of those equally near it is the first"
+
+
+def test_of_neighbours_equally_far_the_first_ones_are_taken():
+    far = np.array([2.0, 1.0, np.inf, 1.0, 0.0, 1.0])
+    assert nearest_places(far, 3).tolist() == [4, 1, 3] and nearest_places(far, 9).tolist() == [4, 1, 3, 5, 0]
+    assert nearest_places(np.full(3, np.inf), 2).tolist() == []
+    ties = np.random.default_rng(1).integers(0, 5, size=400).astype(np.float64)
+    assert nearest_places(ties, 150).tolist() == np.argsort(ties, kind="stable")[:150].tolist()

@@ -2,8 +2,8 @@
 
 A writer that renames its files into the folder, or begins their names with a dot while it writes, is never read too early; of
 others a file is taken when every look has found it alike for a time. Looks are several in that time, so that a file waits for
-little more than it, and take a part of a processor's time at most. What a file was is kept with the rows, one entry for a file, so
-a store knows what it has taken in whoever looks.
+little more than it, and take a part of a processor at most. What a file was is kept with the rows, one entry for a file, so a
+store knows what it has taken in whoever looks.
 """
 
 import threading
