@@ -172,8 +172,11 @@ class RunFolder:
         if looked is None or now - looked >= _ASLEEP_EVERY_S:
             return True
         live = run.live
-        is_live = live is not None and live.get("status") == "running"
-        return is_live or time.time() - max(run.newest, run.live_changed_at) < _AWAKE_S
+        if live is not None and live.get("status") == "running":
+            return True
+        # What was never seen to change is as old as it says.
+        still = run.stillness
+        return still.seconds < _AWAKE_S and (still.has_moved or abs(time.time() - run.newest) < _AWAKE_S)
 
     def _follow(self, run: Run) -> None:
         steps = run.look()

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,24 @@ class _SmallFile:
             return None
 
 
+class Stillness:
+    """For how long something has not changed, by this process's own clock: clocks of other machines may be hours off."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """At the last look, since the last change that was seen."""
+        self.has_moved = False
+        """A change was seen, not only what was there at first."""
+        self._moved_at: float | None = None
+
+    def look(self, now: float, *, has_changed: bool) -> None:
+        """Take what a look has found."""
+        self.has_moved |= has_changed and self._moved_at is not None
+        if has_changed or self._moved_at is None:
+            self._moved_at = now
+        self.seconds = now - self._moved_at
+
+
 class Run:
     """All that is read of one run directory.
 
@@ -80,10 +98,17 @@ class Run:
         root: what files must lie in, links followed; the run directory itself where it is left out.
         name: shown to people; the folder's name where it is left out.
         cache: of columns; None for none.
+        clock: seconds that only go forward.
     """
 
     def __init__(
-        self, path: Path, *, root: Path | None = None, name: str | None = None, cache: ColumnCache | None = None
+        self,
+        path: Path,
+        *,
+        root: Path | None = None,
+        name: str | None = None,
+        cache: ColumnCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = Path(os.path.realpath(path))
         self._root = Path(os.path.realpath(root)) if root is not None else self.path
@@ -110,7 +135,9 @@ class Run:
         """What failed ranks said of themselves, by file name."""
         self.certificates: list[dict[str, Any]] = []
         """What ``shoal verify --json`` has left here, each with ``"file"``."""
-        self._cache = cache
+        self.stillness, self.live_stillness = Stillness(), Stillness()
+        """Of everything, and of live.json."""
+        self._cache, self._clock = cache, clock
         self._small = {name: _SmallFile(self._root, self.path / name) for name in ("recipe.toml", *sorted(_OWN_FILES))}
         self._others: dict[str, _SmallFile] = {}
         self._listed: dict[str, tuple[int, float]] = {}
@@ -122,10 +149,14 @@ class Run:
 
     def look(self) -> Iterator[None]:
         """Read what is new. Whoever iterates may let others look at the run between two steps."""
+        begin = self.version
         for name, small in self._small.items():
-            if small.look():
+            has_changed = small.look()
+            if has_changed:
                 self._take_small(name, small)
                 self.version += 1
+            if name == "live.json":
+                self.live_stillness.look(self._clock(), has_changed=has_changed)
         self._list_others()
         self._list_events()
         for file in self.files.values():
@@ -138,6 +169,7 @@ class Run:
                 if self._cache is not None:
                     self._cache.keep(file)
                 yield
+        self.stillness.look(self._clock(), has_changed=self.version != begin)
 
     def look_once(self) -> "Run":
         """Read what is new, all of it."""

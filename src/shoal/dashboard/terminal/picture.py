@@ -15,6 +15,7 @@ from shoal.dashboard.runs.columns import as_number
 from shoal.dashboard.runs.curves import busy_seconds
 from shoal.dashboard.runs.eventfile import EventFile
 from shoal.dashboard.runs.run import Run
+from shoal.dashboard.views.status import live_age
 
 LATELY = 20
 """Steps that speeds and waits are means of."""
@@ -99,7 +100,7 @@ def take_picture(run: Run, row: Mapping[str, Any], story: Sequence[str], now: fl
         tokens_per_s=_finite(row["tokens_per_s"]),
         eta_s=_finite(row["eta_s"]),
         ranks=ranks,
-        warnings=tuple(_warnings(ranks, live, row, now)),
+        warnings=tuple(_warnings(ranks, None if live is None else live_age(run, now), row)),
         story=tuple(story),
     )
 
@@ -178,7 +179,7 @@ def _mean(values: np.ndarray[Any, np.dtype[Any]]) -> float | None:
 
 
 def _warnings(
-    ranks: Sequence[RankLine], live: Mapping[str, Any] | None, row: Mapping[str, Any], now: float
+    ranks: Sequence[RankLine], live_seconds: float | None, row: Mapping[str, Any]
 ) -> list[str]:
     found, named = [], None
     culprit = row.get("culprit")
@@ -194,10 +195,9 @@ def _warnings(
         if line.state == "silent" and line.heartbeat_age is not None and named not in (line.rank, line.name):
             age = f"{line.heartbeat_age:.0f} s"
             found.append(f"{line.name} has said nothing for {age}; it was in {line.phase or 'no phase'}")
-    written = _finite(live.get("t")) if live is not None and row["status"] != "failed" else None
-    if written is not None and now - written > _LATE_SECONDS:
+    if live_seconds is not None and row["status"] != "failed" and live_seconds > _LATE_SECONDS:
         found.append(
-            f"live.json was written {now - written:.0f} s ago: the supervisor says nothing, or its host's clock differs from ours"
+            f"live.json was written {live_seconds:.0f} s ago: the supervisor says nothing, or its host's clock differs from ours"
         )
     return found
 

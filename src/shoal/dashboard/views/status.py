@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shoal.dashboard.runs.columns import as_number
-from shoal.dashboard.runs.run import Run
+from shoal.dashboard.runs.run import Run, Stillness
 
 _LIVE_SECONDS = 6.0
 """A supervisor that rewrites live.json each second and has not for so long is gone."""
@@ -49,8 +49,7 @@ def status_of(run: Run, now: float) -> str:
     if summary in _ENDED and run.summary_changed_at >= started - 1.0:
         return str(summary)
     if run.live is not None and run.live.get("status") == "running":
-        is_fresh = now - max(run.live_changed_at, as_number(run.live.get("t"))) < _LIVE_SECONDS
-        return "running" if is_fresh and hang_of(run) is None else "silent"
+        return "running" if live_age(run, now) < _LIVE_SECONDS and hang_of(run) is None else "silent"
     failed = [event for event in run.events("rank_failed") if as_number(event["t"]) >= started]
     if failed and failed[-1].get("restarting") is False:
         return "failed"
@@ -58,8 +57,24 @@ def status_of(run: Run, now: float) -> str:
     if ends:
         return str(ends[-1].get("status")) if ends[-1].get("status") in _ENDED else "completed"
     usual = step_seconds(run) or 0.0
-    is_quiet = now - max(run.newest, run.live_changed_at) > max(_QUIET_SECONDS, _QUIET_STEPS * usual)
-    return "silent" if is_quiet else "running"
+    quiet = _age(run.stillness, now, run.newest, run.live_changed_at)
+    return "silent" if quiet > max(_QUIET_SECONDS, _QUIET_STEPS * usual) else "running"
+
+
+def live_age(run: Run, now: float) -> float:
+    """Seconds since live.json was rewritten, as far as can be known."""
+    return _age(run.live_stillness, now, run.live_changed_at, as_number((run.live or {}).get("t")))
+
+
+def _age(stillness: Stillness, now: float, *said: float) -> float:
+    """Seconds since something changed: those that were seen to pass, or, where it was looked at too shortly, what clocks say.
+
+    Clocks of the run's host and of the file server may be ahead of ours or behind it. One that says "a moment ago" is believed
+    until nothing has come for a while; where none does, nothing is said to move before it was seen to.
+    """
+    if stillness.has_moved:
+        return stillness.seconds
+    return max(stillness.seconds, min(abs(now - each) for each in said if math.isfinite(each)))
 
 
 def hang_of(run: Run) -> Culprit | None:

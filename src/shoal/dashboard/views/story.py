@@ -16,6 +16,9 @@ _SAME_SECONDS = 60.0
 _TOGETHER = frozenset(
     {"run_started", "run_ended", "checkpoint_saved", "evaluated", "round", "view", "resumed", "published"}
 )
+"""Kinds that all ranks say of what they do together, each with times of its own."""
+_WHICH = ("step", "epoch", "split", "generation", "round", "version")
+"""What tells two such things apart."""
 _PAGE = 400
 _LEVELS = ("info", "warning", "error")
 _MOST_TEXT = 1500
@@ -37,19 +40,39 @@ def _item(key: str, values: Values, *, t: float | None, rank: object, kind: str,
 def story_items(run: Run, now: float) -> list[dict[str, Any]]:
     """All that happened: who is to blame and what was said of it, and then the events, oldest first."""
     events = []
-    shown: dict[tuple[object, ...], tuple[float, object]] = {}
+    chorus = _Chorus()
     for event in run.events():
         item = _of_event(event)
         if item is None:
             continue
-        # What all ranks say is said once: of things that they do together by the step, of others where the words are the same.
-        key = (item["kind"], item["step"]) if item["kind"] in _TOGETHER else (item["kind"], item["text"])
-        before = shown.get(key)
-        shown[key] = (float(event["t"]), event["source"])
-        if before is not None and before[1] != event["source"] and float(event["t"]) - before[0] < _SAME_SECONDS:
-            continue
-        events.append(item)
+        # What all ranks say is said once: of things that they do together by which it is, of others where the words are the same.
+        is_together = item["kind"] in _TOGETHER
+        key = tuple(text(event.get(name), 100) for name in _WHICH) if is_together else (item["text"],)
+        if chorus.is_new((item["kind"], *key), event["source"], float(event["t"])):
+            events.append(item)
     return [*_head(run, now), *events, *_about_files(run)]
+
+
+class _Chorus:
+    """Tells what several say of one thing from what happened again: one source says a thing once."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, ...], list[float]] = {}
+        """When each thing was said first, as often as it happened."""
+        self._heard: dict[tuple[tuple[str, ...], str], int] = {}
+        """How many of these a source has said, or is too late for."""
+
+    def is_new(self, key: tuple[str, ...], source: str, t: float) -> bool:
+        """True where nobody else has said it within a minute. Events come by their times."""
+        times = self._times.setdefault(key, [])
+        place = self._heard.get((key, source), 0)
+        while place < len(times) and t - times[place] >= _SAME_SECONDS:
+            place += 1
+        is_new = place == len(times)
+        if is_new:
+            times.append(t)
+        self._heard[key, source] = place + 1
+        return is_new
 
 
 def _of_event(event: dict[str, Any]) -> dict[str, Any] | None:

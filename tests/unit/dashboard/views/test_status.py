@@ -73,6 +73,42 @@ def test_a_supervisor_that_died_is_seen_within_seconds(path):
     assert found is not None and "supervisor" in found.cause
 
 
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR, 0.0])
+def test_a_supervisor_is_judged_by_our_own_clock(path, ahead):
+    """Clocks of hosts and file servers an hour off: a dead one never looks alive, and a live one does from its next word on."""
+    seconds = [0.0]
+    live(path, t=NOW + ahead)
+    run = Run(path, clock=lambda: seconds[0]).look_once()
+    at_first = "running" if ahead == 0.0 else "silent"
+    assert status_of(run, NOW) == at_first
+    for _ in range(20):
+        seconds[0] += 1.0
+        live(path, t=NOW + ahead + seconds[0])
+        assert status_of(run.look_once(), NOW + seconds[0]) == "running"
+    rewritten = seconds[0]
+    while seconds[0] < rewritten + 600:
+        seconds[0] += 2.0
+        dead = status_of(run.look_once(), NOW + seconds[0])
+        assert dead == ("running" if seconds[0] < rewritten + 6 else "silent")
+
+
+def test_a_run_that_nobody_supervises_is_judged_so_too(path):
+    """Without a live.json, its events a day behind our clock."""
+    seconds = [0.0]
+    run = Run(path, clock=lambda: seconds[0]).look_once()
+    now = NOW + 24 * HOUR
+    assert status_of(run, now) == "silent"
+    with (path / "events" / "rank-000.jsonl").open("a") as file:
+        file.write(step_line(101, 0, t=NOW))
+    seconds[0] += 30
+    assert status_of(run.look_once(), now + 30) == "running"
+    seconds[0] += 61
+    assert status_of(run.look_once(), now + 91) == "silent"
+
+
 def test_a_rank_that_is_silent_is_the_culprit(path):
     live(path, states=("running", "silent"))
     run = Run(path).look_once()

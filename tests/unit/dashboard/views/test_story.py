@@ -101,6 +101,35 @@ def test_what_all_ranks_say_is_said_once_and_a_second_start_again(tmp_path):
     assert kinds.count("checkpoint_saved") == 1 and kinds.count("run_started") == 1 and kinds.count("run_resumed") == 1
 
 
+def test_what_happened_twice_is_told_twice(tmp_path):
+    """A restart at step 0 within the minute, two splits at one step, two views without a step, and a second `shoal train`."""
+    path = make_run(tmp_path / "one", ranks=2, steps=1)
+    started = {"kind": "run_started", "plan": "dp=2", "world_size": 2, "step": 0, "pid": 1}
+    view = {"kind": "view", "replicas": 1, "logical": 2, "members": [], "hosts": []}
+    evaluated = {"kind": "evaluated", "step": 1, "loss": 1.0, "accuracy": None, "samples": 4, "seconds": 0.1}
+    for rank in range(2):
+        # Their clocks differ by a second, so what they say is mixed.
+        said = [
+            {**started, "generation": 1, "t": NOW},
+            {**evaluated, "split": "validation", "t": NOW + 0.1},
+            {**evaluated, "split": "test", "t": NOW + 0.2},
+            {**view, "epoch": 1, "cause": "left", "t": NOW + 0.3},
+            {**view, "epoch": 2, "cause": "joined", "t": NOW + 0.4},
+            {**started, "generation": 0, "t": NOW + 0.5},
+            {**started, "generation": 0, "t": NOW + 0.6},
+            {"kind": "warning", "message": "again", "t": NOW + 0.7},
+            {"kind": "warning", "message": "again", "t": NOW + 0.8},
+            {"kind": "warning", "message": "again", "t": NOW + 500},
+        ]
+        add(path, *({**event, "t": event["t"] + rank, "rank": rank} for event in said), name=f"rank-{rank:03d}")
+    found = [item["words"] for item in story_items(Run(path).look_once(), NOW)]
+    keys = [key for key, _ in found]
+    assert keys.count("run_resumed") == 1 and keys.count("run_started") == 3, "of make_run, and two by hand"
+    assert [values["split"] for key, values in found if key == "evaluated"] == ["validation", "test"]
+    assert [values["epoch"] for key, values in found if key == "view"] == ["1", "2"]
+    assert keys.count("warning") == 3
+
+
 def test_pages_search_and_levels(tmp_path):
     path = make_run(tmp_path / "one", steps=1)
     add(path, *({"kind": "warning", "message": f"number {n}"} for n in range(900)))
