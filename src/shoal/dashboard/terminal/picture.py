@@ -178,9 +178,7 @@ def _mean(values: np.ndarray[Any, np.dtype[Any]]) -> float | None:
     return float(last.mean()) if len(last) else None
 
 
-def _warnings(
-    ranks: Sequence[RankLine], live_seconds: float | None, row: Mapping[str, Any]
-) -> list[str]:
+def _warnings(ranks: Sequence[RankLine], live_seconds: float | None, row: Mapping[str, Any]) -> list[str]:
     found, named = [], None
     culprit = row.get("culprit")
     if culprit:
