@@ -1,6 +1,6 @@
 """What a codec's arithmetic costs: GB/s of float32 that it encodes and decodes, beside a copy of the same tensor.
 
-python benchmarks/compression/main.py [--rounds 7] [--elements 4194304] [--only CODEC]... [--results FILE]
+python benchmarks/compression/main.py [--rounds 7] [--elements 4194304] [--only CODEC]... [--add] [--results FILE]
 
 Codecs and the copy take turns in every round, and the least time of all rounds counts: what else runs on a machine can only
 slow a call down. The share is of what the copy moves; the planner has these shares (``planner/pricing/codecs.py``). One thread,
@@ -23,6 +23,7 @@ from shoal.compression.build import build_codec
 from shoal.compression.config import CompressionConfig
 from shoal.compression.powersgd import multiply_left, multiply_right, orthogonalise, product, start_right
 from shoal.core.compressrule import CompressRule
+from shoal.replicas.sparse import decode_largest, encode_largest
 
 CODECS = (
     "fp16",
@@ -37,7 +38,9 @@ CODECS = (
     "randk:0.01",
     "threshold:2.5",
     "powersgd:4",
+    "sparse:0.03",
 )
+"""Those of ``compress``, and what ``sync=sparse`` does to a change."""
 ITEM_BYTES = 4
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by codecs.py: end -->"
@@ -45,6 +48,12 @@ BEGIN, END = "<!-- made by main.py: begin -->", "<!-- made by codecs.py: end -->
 
 def codec_calls(text: str, flat: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
     """What encodes and what decodes a tensor; of PowerSGD, both factors, and their product."""
+    if text.startswith("sparse:"):
+        keep = float(text.partition(":")[2])
+        payload = torch.cat(list(encode_largest(flat, keep, bits=32)))
+        return lambda: list(encode_largest(flat, keep, bits=32)), lambda: decode_largest(
+            payload, 0, flat, keep, bits=32
+        )
     rule = CompressRule.parse(text)
     codec = build_codec(rule, CompressionConfig())
     if codec is not None:
@@ -124,6 +133,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--only", action="append", help="these codecs beside the copy; nothing is written then")
+    parser.add_argument(
+        "--add", action="store_true", help="put those of --only into the newest results, which keep the others"
+    )
     parser.add_argument("--results", type=Path, help="write the table of these again, and measure nothing")
     given = parser.parse_args()
     if given.results is not None:
@@ -135,11 +147,19 @@ def main() -> None:
         copied = 2 * given.elements * ITEM_BYTES / min(found["copy"]) / 1e9
         results = {"elements": given.elements, "rounds": given.rounds, "copy_gb_per_s": copied}
         results |= {"codecs": summarise(found, given.elements, codecs), "torch": torch.__version__}
+    if given.add:
+        newest = max((HERE / "results").glob("*.json"))
+        others = json.loads(newest.read_text())
+        kept = [row for row in others["codecs"] if row["codec"] not in given.only]
+        results = {**others, "codecs": [*kept, *results["codecs"]]}
+        newest.write_text(json.dumps(results, indent=2) + "\n")
     table = as_markdown(results)
     print(table)
-    if given.only:
+    if given.only and not given.add:
         return
     write_readme(table)
+    if given.add:
+        return
     if given.results is None:
         target = HERE / "results" / f"{date.today()}.json"
         target.parent.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ RECIPE = {
     "data": {"source": "synthetic", "kind": "tokens", "samples": 48, "sequence": 8, "vocab": 97},
     "train": {"steps": 60, "global_batch": 8},
     "compression": {"min_elements": 256},
+    "replicas": {"sparse_bits": 2},
 }
 PLANS = (
     "dp=2 compress=int8",
@@ -26,6 +27,8 @@ PLANS = (
     "dp=2 compress=powersgd:2",
     "islands=2 dp=1 sync=diloco:3",
     "islands=2 dp=1 sync=gossip:ring",
+    "islands=2 dp=1 sync=gossip:ring,2 compress=int4",
+    "islands=2 dp=1 sync=sparse:3,0.1",
     "islands=2 dp=1 sync=pushsum:exponential,2",
     "islands=2 dp=1 sync=stream:4,2,1",
     # A period that those ten steps do not divide after which islands ask each other whether to stop.
@@ -36,7 +39,8 @@ AXES = ("replicas", "islands")
 
 def agree_by(recipe, job, text):
     plan = Plan.parse(text)
-    return plan, agreement_of(job, plan, compression=recipe.compression, seed=recipe.train.seed)
+    bits, seed = recipe.replicas.sparse_bits, recipe.train.seed
+    return plan, agreement_of(job, plan, compression=recipe.compression, sparse_bits=bits, seed=seed)
 
 
 def count_cycles(world, lengths):
@@ -52,6 +56,7 @@ def count_cycles(world, lengths):
             train=recipe.train,
             optim=recipe.optim,
             compression=recipe.compression,
+            replicas=recipe.replicas,
             plan=Plan.parse(text),
             world=world,
         )

@@ -116,12 +116,6 @@ class SyncRule:
         """False for all-reduce, under which there are no islands."""
         return self.kind != "allreduce"
 
-    @property
-    def num_copies(self) -> int:
-        """Tensors as large as what a rank updates that it keeps from round to round: agreed weights, momentum, what is in
-        flight."""
-        return {"local": 1, "easgd": 1, "diloco": 2, "slowmo": 2, "stream": 3}.get(self.kind, 0)
-
     def is_round(self, step: int) -> bool:
         """True when a round is due after step number ``step``, counted from 0, by the number of steps alone: of the whole model,
         or of ``stream`` when a fragment is applied."""

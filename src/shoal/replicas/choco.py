@@ -24,6 +24,11 @@ from shoal.replicas.graphs import mixing
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 
+def coded_bytes(codec: Codec, numel: int) -> int:
+    """What so many elements of a parameter take in a message."""
+    return aligned(nbytes(codec, numel))
+
+
 class CompressedGossip:
     """A round of mixing every H steps, on a graph that never changes."""
 
@@ -73,7 +78,7 @@ class CompressedGossip:
 
     def _size(self, name: str, weight: Tensor, step: int) -> int:
         codec = self._codec(name, step)
-        return weight.nbytes if codec is None else aligned(nbytes(codec, weight.numel()))
+        return weight.nbytes if codec is None else coded_bytes(codec, weight.numel())
 
     def _key(self, name: str, step: int, island: int) -> int:
         return codec_key(self._island.seed, step, f"{name}/{island}")

@@ -40,6 +40,60 @@ def payload_bytes(sizes: Sequence[int], keep: float, *, bits: int, item_bytes: i
     return total
 
 
+def largest_places(rows: Tensor, kept: int) -> Tensor:
+    """The places of the largest magnitudes of each row, largest first, and of equal ones the first."""
+    if rows.dtype != torch.float32:
+        return rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    # A float32 without its sign orders like a whole number. With the place behind it no two are equal, of which torch's topk
+    # would leave open which it takes; that is several times faster than to sort all.
+    places = torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+    keys = (rows.view(torch.int32) & 0x7FFFFFFF).long().mul_(CHUNK).add_(places)
+    return keys.topk(kept, dim=1).indices
+
+
+def encode_largest(flat: Tensor, keep: float, *, bits: int) -> Iterator[Tensor]:
+    """What is sent of a flat tensor: places and values of the largest of each chunk, as bytes."""
+    at = 0
+    for count, size, kept in chunk_groups(flat.numel(), keep):
+        rows = flat[at : at + count * size].view(count, size)
+        at += count * size
+        places = largest_places(rows, kept)
+        values = rows.gather(1, places)
+        yield _as_bytes(places.to(torch.int16))
+        if bits != 2:
+            yield _as_bytes(values)
+            continue
+        scales = values.abs().amax(dim=1, keepdim=True)
+        is_large = values.abs() > scales * (2 / 3)
+        codes = torch.where(values < 0, torch.where(is_large, 0, 1), torch.where(is_large, 3, 2))
+        yield _as_bytes(scales.float())
+        yield pack_codes(codes.view(-1).to(torch.uint8), 2)
+
+
+def decode_largest(payload: Tensor, at: int, like: Tensor, keep: float, *, bits: int) -> tuple[Tensor, int]:
+    """One parameter's dense change out of a payload, and where the next one begins."""
+    found: list[Tensor] = []
+
+    def take(num_bytes: int, dtype: torch.dtype) -> Tensor:
+        nonlocal at
+        part = payload[at : at + num_bytes].clone().view(dtype)
+        at += num_bytes
+        return part
+
+    for count, size, kept in chunk_groups(like.numel(), keep):
+        places = take(count * kept * _PLACE_BYTES, torch.int16).view(count, kept).long()
+        if bits == 2:
+            scales = take(count * _SCALE_BYTES, torch.float32).view(count, 1)
+            codes = unpack_codes(take(packed_bytes(count * kept, 2), torch.uint8), 2, count * kept)
+            levels = torch.tensor([-1.0, -1 / 3, 1 / 3, 1.0], device=like.device)
+            values = (levels[codes.long()].view(count, kept) * scales).to(like.dtype)
+        else:
+            values = take(count * kept * like.element_size(), like.dtype).view(count, kept)
+        rows = torch.zeros(count, size, dtype=like.dtype, device=like.device)
+        found.append(rows.scatter_(1, places, values).view(-1))
+    return (torch.cat(found) if found else like.new_zeros(0)).view_as(like), at
+
+
 class SparseAveraging:
     """A round every H steps. It holds parameters whole: a shard would cut its chunks elsewhere."""
 
@@ -79,59 +133,20 @@ class SparseAveraging:
     def _exchange(self) -> dict[str, Tensor]:
         """What islands send, added up in their order; what this one sends is taken out of what it has not sent."""
         channel = self._island.channel
-        own = torch.cat([part for unsent in self._unsent.values() for part in self._encode(unsent.view(-1))])
+        keep, bits = self._keep, self._config.sparse_bits
+        flats = [unsent.view(-1) for unsent in self._unsent.values()]
+        own = torch.cat([part for flat in flats for part in encode_largest(flat, keep, bits=bits)])
         whole = own.new_empty(channel.size * own.numel())
         channel.all_gather(own, whole, [own.numel()] * channel.size)
         totals = {name: torch.zeros_like(unsent) for name, unsent in self._unsent.items()}
         for place, payload in enumerate(torch.split(whole, own.numel())):
             at = 0
             for name, unsent in self._unsent.items():
-                sent, at = self._decode(payload, at, unsent)
+                sent, at = decode_largest(payload, at, unsent, keep, bits=bits)
                 totals[name].add_(sent)
                 if place == channel.rank:
                     unsent.sub_(sent)
         return totals
-
-    def _encode(self, flat: Tensor) -> Iterator[Tensor]:
-        at = 0
-        for count, size, kept in chunk_groups(flat.numel(), self._keep):
-            rows = flat[at : at + count * size].view(count, size)
-            at += count * size
-            # Stable: of equal magnitudes the first. torch's topk leaves open which it takes.
-            places = rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :kept]
-            values = rows.gather(1, places)
-            yield _as_bytes(places.to(torch.int16))
-            if self._config.sparse_bits != 2:
-                yield _as_bytes(values)
-                continue
-            scales = values.abs().amax(dim=1, keepdim=True)
-            is_large = values.abs() > scales * (2 / 3)
-            codes = torch.where(values < 0, torch.where(is_large, 0, 1), torch.where(is_large, 3, 2))
-            yield _as_bytes(scales.float())
-            yield pack_codes(codes.view(-1).to(torch.uint8), 2)
-
-    def _decode(self, payload: Tensor, at: int, like: Tensor) -> tuple[Tensor, int]:
-        """One parameter's dense change out of a payload, and where the next one begins."""
-        found: list[Tensor] = []
-
-        def take(num_bytes: int, dtype: torch.dtype) -> Tensor:
-            nonlocal at
-            part = payload[at : at + num_bytes].clone().view(dtype)
-            at += num_bytes
-            return part
-
-        for count, size, kept in chunk_groups(like.numel(), self._keep):
-            places = take(count * kept * _PLACE_BYTES, torch.int16).view(count, kept).long()
-            if self._config.sparse_bits == 2:
-                scales = take(count * _SCALE_BYTES, torch.float32).view(count, 1)
-                codes = unpack_codes(take(packed_bytes(count * kept, 2), torch.uint8), 2, count * kept)
-                levels = torch.tensor([-1.0, -1 / 3, 1 / 3, 1.0], device=like.device)
-                values = (levels[codes.long()].view(count, kept) * scales).to(like.dtype)
-            else:
-                values = take(count * kept * like.element_size(), like.dtype).view(count, kept)
-            rows = torch.zeros(count, size, dtype=like.dtype, device=like.device)
-            found.append(rows.scatter_(1, places, values).view(-1))
-        return (torch.cat(found) if found else like.new_zeros(0)).view_as(like), at
 
     @torch.no_grad()
     def restart(self) -> None:

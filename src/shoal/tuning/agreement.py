@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from shoal.comm.trafficcounter import TrafficCounts, add_traffic
+from shoal.compression.build import build_codec
 from shoal.compression.config import CompressionConfig
 from shoal.compression.layout import TensorPart, is_compressed
 from shoal.compression.traffic import Link, state_bytes, sum_traffic
@@ -19,7 +20,9 @@ from shoal.core.syncrule import SyncRule
 from shoal.planner.pricing.agreement import Agreement, is_exact, rank_shapes, updated_share
 from shoal.planner.pricing.codecs import CodecWork, codec_work
 from shoal.planner.pricing.job import Job
+from shoal.replicas.choco import coded_bytes
 from shoal.replicas.graphs import mixing
+from shoal.replicas.memory import policy_copies
 from shoal.replicas.traffic import TOLD_EVERY, Sizes, step_traffic, tells_stop
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -28,7 +31,13 @@ _LONGEST = 100_000
 
 
 def agreement_of(
-    job: Job, plan: Plan, *, compression: CompressionConfig, seed: int = 0, step_seconds: float | None = None
+    job: Job,
+    plan: Plan,
+    *,
+    compression: CompressionConfig,
+    sparse_bits: int = 32,
+    seed: int = 0,
+    step_seconds: float | None = None,
 ) -> Agreement | None:
     """How the replicas of a plan agree; None where they sum whole gradients at every step.
 
@@ -36,6 +45,7 @@ def agreement_of(
         job: what is trained, and on what.
         plan: how, with its islands named.
         compression: the recipe's section.
+        sparse_bits: of each value that ``sync=sparse`` sends, from the recipe's ``[replicas]``.
         seed: of the run, for graphs that are drawn.
         step_seconds: of an island's step, for rounds that come by the clock.
     """
@@ -43,7 +53,9 @@ def agreement_of(
         return None
     shapes = rank_shapes(job, plan)
     if plan.islands > 1:
-        return _between_islands(job, plan, shapes, compression, seed=seed, step_seconds=step_seconds)
+        return _between_islands(
+            job, plan, shapes, compression, sparse_bits=sparse_bits, seed=seed, step_seconds=step_seconds
+        )
     assert plan.compress is not None
     rule = CompressRule.parse(plan.compress)
     return _compressed_sum(plan, rule, shapes, compression)
@@ -55,30 +67,29 @@ def _between_islands(
     shapes: Shapes,
     config: CompressionConfig,
     *,
+    sparse_bits: int,
     seed: int,
     step_seconds: float | None,
 ) -> Agreement:
     """Rounds of a policy, and what they compress."""
     rule = SyncRule.parse(plan.sync)
     compress = CompressRule.parse(plan.compress) if plan.compress is not None else None
-    if compress is not None and rule.graph is not None:
-        raise RequestError(
-            f"plan {str(plan)!r}: messages of {rule.kind} are priced whole, not with compress={compress}; leave compress out, or "
-            f"choose sync=local or sync=diloco"
-        )
     period = _period(plan, rule, step_seconds)
     share = updated_share(job, plan)
     elements = {name: max(1, round(math.prod(shape) * share)) for name, shape in sorted(shapes.items())}
     order = sorted(name for layer in job.chain.layers for name, _ in layer.shapes)
-    messages = _Messages(plan, rule, compress, config, elements, shapes, order, round(job.weight_bytes), seed)
+    messages = _Messages(
+        plan, rule, compress, config, elements, shapes, order, round(job.weight_bytes), sparse_bits, seed
+    )
     # From a step on at which everything has begun: rounds, all fragments of a stream, compression.
     skipped = max(rule.start, (compress.start + config.warmup if compress else 0) + period * (1 + bool(rule.delay)))
     first = rule.start + -(-(skipped - rule.start) // period) * period
     length = math.lcm(period, min(TOLD_EVERY, period)) if rule.seconds is None else period
     steps = [messages.of_step(step, period) for step in range(first, first + length)]
     updated = float(sum(elements.values()))
-    kept = rule.num_copies * updated * job.weight_bytes
-    if compress is not None:
+    kept = policy_copies(rule.kind, is_compressed=compress is not None) * updated * job.weight_bytes
+    # Of gossip the copies are all that it remembers: its messages are coded without sums.
+    if compress is not None and rule.graph is None:
         parts = messages.parts(elements)
         kept += state_bytes(parts, compress, config, num_ranks=plan.islands, rank=0)
     return Agreement(
@@ -114,11 +125,12 @@ class _Messages:
         shapes: Shapes,
         order: Sequence[str],
         item_bytes: int,
+        bits: int,
         seed: int,
     ) -> None:
         self._plan, self._rule, self._compress, self._config = plan, rule, compress, config
         self._elements, self._shapes, self._order = elements, shapes, order
-        self._item_bytes, self._seed = item_bytes, seed
+        self._item_bytes, self._bits, self._seed = item_bytes, bits, seed
         self._known: dict[object, tuple[TrafficCounts, CodecWork, float]] = {}
 
     def parts(self, names: Collection[str]) -> dict[str, TensorPart]:
@@ -152,17 +164,25 @@ class _Messages:
                 order=self._order,
                 islands=plan.islands,
                 inside=plan.world_size // plan.islands,
+                sparse_bits=self._bits,
+                message_bytes=message,
             )
             has_order = plan.islands <= 2
             return step_traffic(rule, step, sizes, is_round=is_round, has_order=has_order, place=0, matrix=matrix)
 
+        message, work = None, CodecWork()
+        if matrix is not None and self._compress is not None:
+            message, work = self._coded_message(self._compress, sum(map(bool, matrix[0])))
         # Without any weights only what islands tell each other is left.
         told = traffic(())
         due = [names for names in self._turns(is_round=is_round) if traffic(names) != told]
         sent = {name for names in due for name in names}
         touched = float(sum(self._elements[name] for name in sent))
-        if self._compress is None or not sent:
-            return traffic(self._elements), CodecWork(), touched
+        if rule.kind == "sparse" and sent:
+            # All islands' payloads are decoded, its own among them.
+            work = CodecWork(touched, plan.islands * touched)
+        if self._compress is None or rule.graph is not None or not sent:
+            return traffic(self._elements), work, touched
         parts = self.parts(sent)
         compress, config = self._compress, self._config
         link = Link(axis=Axis.ISLAND.value, num_ranks=plan.islands, has_order=plan.islands <= 2)
@@ -170,6 +190,18 @@ class _Messages:
         large = sum(part.size for part in parts.values() if is_compressed(part.shape, compress, config))
         work = codec_work(compress, config, large, num_ranks=plan.islands, is_sharded=False)
         return add_traffic(told, sums), work, touched
+
+    def _coded_message(self, rule: CompressRule, num_heard: int) -> tuple[int, CodecWork]:
+        """Bytes of a message of gossip, and what coding it and those of so many islands takes, this one among them."""
+        codec = build_codec(rule, self._config)
+        assert codec is not None, "the plan's check refuses codecs of whole matrices with gossip"
+        coded = {name for name, shape in self._shapes.items() if is_compressed(shape, rule, self._config)}
+        size = sum(
+            coded_bytes(codec, count) if name in coded else count * self._item_bytes
+            for name, count in self._elements.items()
+        )
+        elements = sum(self._elements[name] for name in coded)
+        return size, CodecWork(elements, num_heard * elements)
 
     def _turns(self, *, is_round: bool) -> list[list[str]]:
         """Parameters that are sent together: fragments of a stream, or all."""

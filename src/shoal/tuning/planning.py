@@ -377,7 +377,12 @@ def _ask(recipe: Recipe, job: Job, facts: ModelFacts, text: str, best: Estimate)
         return None, [*(f"{plan}: {problem}" for problem in problems), *_instead(job, facts, wanted)]
     found = estimate_by_schedule(job, replace(plan, sync="allreduce", compress=None))
     agreement = agreement_of(
-        job, plan, compression=recipe.compression, seed=recipe.train.seed, step_seconds=found.seconds
+        job,
+        plan,
+        compression=recipe.compression,
+        sparse_bits=recipe.replicas.sparse_bits,
+        seed=recipe.train.seed,
+        step_seconds=found.seconds,
     )
     if agreement is None:
         return found, why_not(found, best)

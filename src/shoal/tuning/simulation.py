@@ -109,7 +109,12 @@ def _agree(asked: Asked, site: Job, plan: Plan, priced: Priced) -> Priced:
     whole = replace(site, cluster=asked.cluster, global_batch=asked.global_batch)
     alone = simulate_step(priced.parts, plan=asked.site_plan).step_seconds
     agreement = agreement_of(
-        whole, plan, compression=asked.recipe.compression, seed=asked.recipe.train.seed, step_seconds=alone
+        whole,
+        plan,
+        compression=asked.recipe.compression,
+        sparse_bits=asked.recipe.replicas.sparse_bits,
+        seed=asked.recipe.train.seed,
+        step_seconds=alone,
     )
     assert agreement is not None, "the plan is not one that sums everything at every step"
     times = price_agreement(whole, plan, agreement)

@@ -39,6 +39,7 @@ POLICIES = (
     "local:10",
     "diloco:50",
     "stream:48,4,2",
+    "sparse:50,0.03",
     "slowmo:48",
     "easgd:10",
     "gossip:ring",
@@ -52,8 +53,8 @@ FEW_DEVICES = 64
 """Up to so many devices these are looked for where nobody asks."""
 WORTH_SAYING = 0.9
 """Of the best plan's step, what another way must take at most to be shown where nobody asks."""
-_SUMMED = ("local", "diloco", "stream")
-"""Policies that sum a change of weights, which is what a codec may compress."""
+_CODED = ("local", "diloco", "stream", "gossip:ring")
+"""Policies of which codecs are tried: they sum a change of weights, or send it to neighbours that stay the same."""
 _INSIDE = 3
 """Plans of an island that are tried."""
 
@@ -124,7 +125,7 @@ class _Pricing:
         """The best plan of each policy, alone and with what islands send compressed."""
         inside = [[estimate_by_schedule(self._job, plan) for plan in self._inside(count)] for count in self._counts()]
         for policy in POLICIES:
-            for codec in (None, *(BETWEEN if policy.startswith(_SUMMED) else ())):
+            for codec in (None, *(BETWEEN if policy.startswith(_CODED) else ())):
                 # Of the plans of an island, which are in their order already, the first that has room for the policy.
                 ways = [next(self._agreed(plans, sync=policy, compress=codec), None) for plans in inside]
                 found = [way.found for way in ways if way is not None]
@@ -146,8 +147,14 @@ class _Pricing:
         # What replicas move depends on what they hold, and not on how a replica goes about its share.
         key = (plan.islands, plan.dp, plan.tp, plan.pp, plan.chunks, plan.schedule, plan.zero, plan.sync, plan.compress)
         if key not in self._agreements:
-            config, seed = self._recipe.compression, self._recipe.train.seed
-            self._agreements[key] = agreement_of(self._job, plan, compression=config, seed=seed)
+            recipe = self._recipe
+            self._agreements[key] = agreement_of(
+                self._job,
+                plan,
+                compression=recipe.compression,
+                sparse_bits=recipe.replicas.sparse_bits,
+                seed=recipe.train.seed,
+            )
         return self._agreements[key]
 
     def _data_parallel(self) -> Iterator[Estimate]:

@@ -71,7 +71,7 @@ def test_memory_has_what_a_policy_and_a_codec_keep(jobs):
     recipe, job = jobs[0], jobs[1]
     weights = job.chain.weights * job.weight_bytes
     _, plain = price(recipe, job, "dp=4")
-    for sync, copies in (("local:5", 1), ("diloco:5", 2), ("stream:4,2,1", 3), ("gossip:ring", 0)):
+    for sync, copies in (("local:5", 1), ("diloco:5", 2), ("stream:4,2,1", 3), ("sparse:5,0.1", 2), ("gossip:ring", 0)):
         _, found = price(recipe, job, f"islands=4 dp=1 sync={sync}")
         assert found.memory.agreement == pytest.approx(copies * weights)
         assert found.memory.allocated == pytest.approx(plain.memory.allocated + copies * weights, rel=1e-6)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.comm.trafficcounter import TrafficCounts
-from shoal.core.compressrule import CompressRule
 from shoal.core.plan import Plan
 from shoal.core.syncrule import SyncRule
-from shoal.planner.pricing.codecs import CodecWork
+from shoal.planner.pricing.codecs import CodecWork, encodes_by
 from shoal.planner.pricing.collectives import Group, Wire, all_gather, all_reduce, all_to_all, send, wire_of
 from shoal.planner.pricing.cost import StepParts
 from shoal.planner.pricing.job import Job, cut_stages, dense_weights, expert_weights, ranks_of_stages, weight_groups
@@ -116,7 +115,7 @@ def price_agreement(job: Job, plan: Plan, agreement: Agreement) -> AgreementTime
     """An agreement on the job's cluster."""
     wire = agreement_wire(job, plan)
     is_direct = plan.islands > 1 and SyncRule.parse(plan.sync).graph is not None
-    rule = CompressRule.parse(plan.compress) if plan.compress is not None else None
+    kind = encodes_by(plan)
     bandwidth = job.cluster.device.memory_bandwidth * job.stack.constants.memory
     # What the ranks of an island tell each other stays inside it, and is a few bytes.
     cycle = [{key: each for key, each in counts.items() if key[0] != _INSIDE} for counts in agreement.cycle]
@@ -127,7 +126,7 @@ def price_agreement(job: Job, plan: Plan, agreement: Agreement) -> AgreementTime
     return AgreementTimes(
         exchange=tuple(seconds for seconds, _ in moved),
         told=tuple(seconds for seconds, _ in told),
-        codec=tuple(0.0 if rule is None else work.seconds(rule, bandwidth) for work in agreement.work),
+        codec=tuple(0.0 if kind is None else work.seconds(kind, bandwidth) for work in agreement.work),
         update=tuple(touched * _ROUND_BYTES / bandwidth for touched in agreement.touched),
         sent=tuple(first + second for (_, first), (_, second) in zip(moved, told, strict=True)),
         delay=agreement.delay,

@@ -6,9 +6,15 @@ taken for every device; on an accelerator nothing was measured.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.compression.config import CompressionConfig, back_rule, has_residual
 from shoal.core.compressrule import CompressKind, CompressRule
+from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
+
+WorkKind = CompressKind | Literal["sparse"]
+"""What is encoded by: a codec of ``compress``, or the choice of the largest of each chunk by ``sync=sparse``."""
 
 _FLOAT32 = 4.0
 SELECTING: tuple[CompressKind, ...] = ("topk", "threshold", "dgc")
@@ -23,7 +29,7 @@ class CodecSpeed:
     decode: float
 
 
-SPEEDS: dict[CompressKind, CodecSpeed] = {
+SPEEDS: dict[WorkKind, CodecSpeed] = {
     "fp16": CodecSpeed(0.77, 0.68),
     "bf16": CodecSpeed(0.63, 0.71),
     "fp8": CodecSpeed(0.084, 0.032),
@@ -38,6 +44,7 @@ SPEEDS: dict[CompressKind, CodecSpeed] = {
     "randk": CodecSpeed(0.30, 0.44),
     "threshold": CodecSpeed(0.063, 0.78),
     "powersgd": CodecSpeed(0.015, 0.13),
+    "sparse": CodecSpeed(0.0051, 0.18),
 }
 """Of ``benchmarks/compression/results``. PowerSGD's encoding is its two products and the orthogonalisation, with rank 4."""
 
@@ -46,7 +53,7 @@ SPEEDS: dict[CompressKind, CodecSpeed] = {
 class BackWork:
     """Elements of the way back, and the codec that they go by."""
 
-    kind: CompressKind
+    kind: WorkKind
     encoded: float
     decoded: float
 
@@ -60,14 +67,21 @@ class CodecWork:
     back: BackWork | None = None
     """Of the way back, where the sum is encoded on it."""
 
-    def seconds(self, rule: CompressRule, bandwidth: float) -> float:
+    def seconds(self, kind: WorkKind, bandwidth: float) -> float:
         """How long that takes where memory moves so many bytes in a second."""
-        speed = SPEEDS[rule.kind]
+        speed = SPEEDS[kind]
         read = self.encoded / speed.encode + self.decoded / speed.decode
         if self.back is not None:
             speed = SPEEDS[self.back.kind]
             read += self.back.encoded / speed.encode + self.back.decoded / speed.decode
         return _FLOAT32 * read / bandwidth
+
+
+def encodes_by(plan: Plan) -> WorkKind | None:
+    """What replicas encode by when they agree; None where they send their numbers as they are."""
+    if plan.compress is not None:
+        return CompressRule.parse(plan.compress).kind
+    return "sparse" if SyncRule.parse(plan.sync).kind == "sparse" else None
 
 
 def codec_work(

@@ -26,8 +26,9 @@ from shoal.planner.pricing.agreement import (
 )
 from shoal.planner.pricing.codecs import SPEEDS, BackWork, CodecSpeed, CodecWork, codec_work
 from shoal.planner.pricing.cost import StepParts
-from shoal.replicas.build import build_policy
+from shoal.replicas.build import build_codings, build_policy
 from shoal.replicas.config import ReplicaConfig
+from shoal.replicas.memory import policy_copies
 from shoal.replicas.policy import Island
 from support.planner.jobs import job_of, shape_of
 
@@ -38,20 +39,31 @@ def job_on(cluster):
     return replace(job_of(software="shoal"), cluster=read_cluster(cluster))
 
 
-POLICIES = ("local:3", "diloco:3", "slowmo:3", "easgd:3", "stream:4,2,1", "gossip:ring", "pushsum:exponential")
+POLICIES = (
+    "local:3",
+    "diloco:3",
+    "slowmo:3",
+    "easgd:3",
+    "stream:4,2,1",
+    "sparse:3,0.1",
+    "gossip:ring",
+    "gossip:ring compress=int8",
+    "pushsum:exponential",
+)
 
 
 @pytest.mark.parametrize("text", POLICIES)
 def test_copies_are_what_the_policy_keeps(text):
     channel = Channel("islands", rank=0, size=1, transport=None, traffic=TrafficCounter())
     weights = {name: torch.zeros(1000) for name in "ab"}
-    rule = SyncRule.parse(text)
-    policy = build_policy(
-        Island(channel=channel, weights=weights, seed=1), rule, ReplicaConfig(), order=sorted(weights)
-    )
+    sync, _, compress = text.partition(" compress=")
+    rule, codec = SyncRule.parse(sync), compress or None
+    coding = build_codings(rule, codec, CompressionConfig(), weights, channel, 1).coding
+    island = Island(channel=channel, weights=weights, seed=1, coding=coding)
+    policy = build_policy(island, rule, ReplicaConfig(), order=sorted(weights))
     state = policy.state()
     kept = [tensor for group in (state.shared, state.own) for named in group.values() for tensor in named.values()]
-    assert sum(tensor.numel() for tensor in kept) == rule.num_copies * 2000
+    assert sum(tensor.numel() for tensor in kept) == policy_copies(rule.kind, is_compressed=codec is not None) * 2000
 
 
 def times(**changes):
@@ -114,8 +126,7 @@ def test_work_of_a_codec():
     assert sharded == CodecWork(1000, 1000)
     picked = codec_work(CompressRule.parse("topk:0.01"), config, 1000, num_ranks=4, is_sharded=False)
     assert (picked.encoded, picked.decoded) == (1000, 5000), "every rank decodes what all sent, and its own once more"
-    rule = CompressRule.parse("int8")
-    assert both.seconds(rule, 1e9) == pytest.approx(
+    assert both.seconds("int8", 1e9) == pytest.approx(
         4 * (1250 / SPEEDS["int8"].encode + 2000 / SPEEDS["int8"].decode) / 1e9
     )
     kept = codec_work(CompressRule.parse("int4"), config, 1000, num_ranks=4, is_sharded=False)
@@ -124,7 +135,7 @@ def test_work_of_a_codec():
     )
     there = 1000 / SPEEDS["int4"].encode + 2000 / SPEEDS["int4"].decode
     back = 250 / SPEEDS["int8"].encode + 1250 / SPEEDS["int8"].decode
-    assert kept.seconds(CompressRule.parse("int4"), 1e9) == pytest.approx(4 * (there + back) / 1e9)
+    assert kept.seconds("int4", 1e9) == pytest.approx(4 * (there + back) / 1e9)
 
 
 def test_speeds_of_codecs_are_those_that_were_measured_last():
