@@ -263,6 +263,10 @@ def test_charts_are_smoothed_and_saved(page, watched, folder):
     assert drawing.count("<path") == 3 and "failed</text>" in drawing, "extremes, the raw line, the smoothed one"
     page.get_by_role("button", name="Time", exact=True).click()
     page.wait_for_function("() => location.hash.includes('x=time')")
+    # Seconds since the start, not a clock of 1970.
+    page.wait_for_function("() => Number(document.querySelector('[data-curve=loss] .readout b').dataset.x) < 10")
+    shown = [row[0] for row in chart_table(page, "loss")]
+    assert (shown[0], shown[9], shown[-1]) == ("100 ms", "1 s", "6 s")
 
 
 def test_a_cell_of_the_timeline_is_the_span_of_the_events(page, watched):

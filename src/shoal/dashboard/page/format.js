@@ -69,6 +69,13 @@ export function clock(t, withDay = true) {
 	return withDay ? `${when.getFullYear()}-${two(when.getMonth() + 1)}-${two(when.getDate())} ${time}` : time;
 }
 
+/** Time since a start: seconds, then hours, minutes and seconds. */
+export function elapsed(value) {
+	if (missing(value) || value < 60) return seconds(value);
+	const [hours, ...rest] = [value / 3600, (value / 60) % 60, value % 60].map((one) => String(Math.floor(one)).padStart(2, "0"));
+	return [Number(hours), ...rest].join(":");
+}
+
 /** A value of a curve in its unit. */
 export function inUnit(value, unit, digits) {
 	if (unit === "bytes" || unit === "B") return bytes(value);

@@ -63,9 +63,8 @@ class Updates:
                 self._kept_bytes -= len(self._kept.popleft()[1])
             for queue in list(self._clients):
                 if queue.qsize() >= _WAITING:
-                    # It hears too slowly: it comes back, and says what it has.
+                    # It hears too slowly: after what waits for it, it comes back and says what it has.
                     self._clients.discard(queue)
-                    queue.get_nowait()
                     queue.put_nowait(None)
                 else:
                     queue.put_nowait(data)

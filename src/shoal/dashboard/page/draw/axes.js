@@ -1,5 +1,5 @@
 // Where the lines of an axis stand, and what is written beside them.
-import { compact, inUnit } from "../format.js";
+import { compact, elapsed, inUnit } from "../format.js";
 
 /** About `count` round values from `low` to `high`. */
 export function ticks(low, high, count) {
@@ -33,17 +33,13 @@ export function valueTicks(low, high, count, unit, log) {
 
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
-export function timeTicks(low, high, count) {
+/** Seconds since the start, at round minutes and hours. */
+function timeTicks(low, high, count) {
 	const wanted = (high - low) / Math.max(1, count);
 	const step = SECONDS.find((one) => one >= wanted) ?? Math.ceil(wanted / 604800) * 604800;
-	const shift = new Date(low * 1000).getTimezoneOffset() * 60;
-	const found = [];
-	for (let at = Math.ceil((low - shift) / step) * step + shift; at <= high; at += step) {
-		const when = new Date(at * 1000);
-		const two = (value) => String(value).padStart(2, "0");
-		found.push([at, step >= 86400 ? `${two(when.getMonth() + 1)}-${two(when.getDate())}` : `${two(when.getHours())}:${two(when.getMinutes())}${step < 60 ? `:${two(when.getSeconds())}` : ""}`]);
-	}
-	return found;
+	const places = wanted < 1 ? ticks(low, high, count) : [];
+	if (wanted >= 1) for (let at = Math.ceil(low / step) * step; at <= high; at += step) places.push(at);
+	return places.map((at) => [at, elapsed(at)]);
 }
 
 /** Places and texts of a horizontal axis. */

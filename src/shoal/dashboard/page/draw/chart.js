@@ -1,6 +1,6 @@
 // A chart of one quantity as a card: its lines, its values in words and as a table, and its files.
 import { button, dim, el, replace, table } from "../dom.js";
-import { clock, exact, integer, inUnit, number } from "../format.js";
+import { elapsed, exact, integer, inUnit, number } from "../format.js";
 import { t } from "../words.js";
 import { lineColour, nearest, Plot } from "./plot.js";
 import { saveCsv, savePng, saveSvg } from "./save.js";
@@ -21,7 +21,7 @@ function lastPlace(values) {
 	return -1;
 }
 
-const xText = (value, x, isShort) => (x === "time" ? clock(value, !isShort) : integer(value));
+const xText = (value, x) => (x === "time" ? elapsed(value) : integer(value));
 const precise = (value, unit) => (unit === "bytes" || unit === "s" ? inUnit(value, unit) : number(value, 8));
 
 export class Chart {
@@ -62,7 +62,7 @@ export class Chart {
 		if (!first?.x.length) { replace(this.readout, dim(t("no.points"))); return; }
 		const x = at === null ? null : first.x[nearest(first.x, at)];
 		const near = (this.ticks ?? []).filter((one) => at !== null && Math.abs(this.plot.leftOf(one.x) - this.plot.leftOf(x)) < 5);
-		replace(this.readout, el("span.at", x === null ? t("last") : xText(x, this.x, true)), this.lines.map((one) => {
+		replace(this.readout, el("span.at", x === null ? t("last") : xText(x, this.x)), this.lines.map((one) => {
 			const place = at === null ? lastPlace(one.mean) : nearest(one.x, x);
 			const name = this.lines.length > 1 ? [el("span.key", { style: { background: lineColour(one.place) }, "aria-hidden": "true" }), dim(one.label), " "] : null;
 			const [low, high, mean, smooth, bad] = ["min", "max", "mean", "smooth", "bad"].map((column) => one[column]?.[place] ?? null);

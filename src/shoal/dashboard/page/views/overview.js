@@ -71,7 +71,7 @@ export function overview(app) {
 	const found = new Map();
 	let current = null;
 	const body = el("tbody");
-	const chips = el("div.chips", { role: "group", "aria-label": t("filter.status") });
+	const chips = el("div.chips", { role: "group", "aria-label": t("column.status") });
 	const picked = el("div.picked");
 	const above = el("div.overlay");
 	const skipped = el("div");

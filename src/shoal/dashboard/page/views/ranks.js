@@ -136,7 +136,7 @@ function mesh({ axes, places }, run) {
 		const where = Object.entries(one.coordinates ?? {}).filter(([axis]) => (axes ?? []).some(([name, size]) => name === axis && size > 1));
 		const text = where.map(([axis, index]) => `${axis} ${index}`).join(" ");
 		return el("li", { class: `place ${state}`, "data-rank": one.rank, title: now ? t("place.says", { phase: now.phase || "–", seconds: seconds(now.phase_seconds), age: seconds(now.heartbeat_age) }) : null },
-			el("b", String(one.rank)), el("span", text), el("span.state", state === "running" && now?.phase ? now.phase : has(`state.${state}`) ? t(`state.${state}`) : state));
+			el("b", String(one.rank)), el("span", text), el("span.state", state === "running" && now?.phase ? now.phase : has(`status.${state}`) ? t(`status.${state}`) : state));
 	};
 	const shape = (axes ?? []).map(([name, size]) => `${name} ${size}`).join(" × ");
 	const node = card(t("mesh"), el("span.dim.mono", shape), el("div.hosts", [...hosts].map(([host, members]) =>
@@ -149,7 +149,7 @@ function memory(rows) {
 	const total = (parts) => Object.keys(PARTS).reduce((sum, part) => sum + (parts?.[part] ?? 0), 0);
 	const most = Math.max(...rows.flatMap((row) => [total(row.measured), total(row.predicted)]), 1);
 	const bar = (parts, kind) => stack(Object.entries(PARTS).map(([part, name]) => [t(`part.${part}`), parts[part], name]), most, bytes, kind);
-	const columns = [column("column.rank", true), column("measured.predicted"), column("measured", true), column("predicted", true), column("difference", true)];
+	const columns = [column("column.rank", true), column("measured.predicted"), column("measured", true), column("timeline.predicted", true), column("difference", true)];
 	return card(t("memory"), legend(Object.entries(PARTS).filter(([part]) => rows.some((row) => row.measured?.[part] || row.predicted?.[part])).map(([part, name]) => [t(`part.${part}`), name])),
 		table(t("memory"), columns, rows.map((row) => {
 			const [had, said] = [row.measured ? total(row.measured) : null, row.predicted ? total(row.predicted) : null];

@@ -50,27 +50,28 @@ function logViewer(app, run) {
 	const text = el("pre.log", { tabindex: 0, "aria-label": t("log") });
 	const where = el("span.dim");
 	const search = el("input", { type: "search", placeholder: t("search.log"), "aria-label": t("search.log"), oninput: () => { clearTimeout(timer); timer = setTimeout(() => load(search.value ? 0 : -PAGE), 200); } });
-	let chosen = names[0], timer = 0, place = { from: 0, to: 0, size: 0 };
+	let chosen = names[0], timer = 0, asked = 0, place = { from: 0, to: 0, size: 0 };
 
 	async function load(at) {
 		if (!chosen) return;
+		const own = ++asked;
 		try {
-			place = await get(`run/${run.id}/log`, { name: chosen, at, search: search.value });
+			for (let from = at; ; from = place.to) {
+				const answer = await get(`run/${run.id}/log`, { name: chosen, at: from, search: search.value });
+				if (own !== asked) return;
+				place = answer;
+				const isOver = place.found !== false || place.to >= place.size;
+				replace(where, isOver && place.found === false ? t("log.nothing") : place.size ? t("log.part", { from: bytes(place.from), to: bytes(place.to), size: bytes(place.size) }) : t("log.empty"));
+				if (isOver) break;
+			}
 			replace(text, marked(place.text, search.value));
-			replace(where, place.found === false ? t("log.nothing") : place.size ? t("log.part", { from: bytes(place.from), to: bytes(place.to), size: bytes(place.size) }) : t("log.empty"));
 			text.scrollTop = at < 0 ? text.scrollHeight : 0;
 		} catch (error) { app.note(error.message); }
 	}
 
-	/** What follows: the next piece, or the next line that has what is searched for. */
-	function next() {
-		if (search.value) return place.from + new TextEncoder().encode(place.text.split("\n", 1)[0]).length + 1;
-		return place.to < place.size ? place.to : -PAGE;
-	}
-
 	const node = names.length ? card(t("logs"), null,
 		el("div.bar-tools", select(t("log"), run.logs.map((one) => [one.name, `${one.name} · ${bytes(one.bytes)}`]), chosen, (value) => { chosen = value; load(-PAGE); }), search,
-			[["⇤", "first", () => 0], ["‹", "before", () => Math.max(0, place.from - PAGE)], ["›", "after", next], ["⇥", "last", () => -PAGE]].map(([sign, key, at]) =>
+			[["⇤", "first", () => 0], ["‹", "before", () => Math.max(0, place.from - PAGE)], ["›", "after", () => place.next ?? (place.to < place.size ? place.to : -PAGE)], ["⇥", "last", () => -PAGE]].map(([sign, key, at]) =>
 				icon(sign, t(`log.${key}`), () => load(at())))),
 		text, where) : card(t("logs"), null, empty(t("no.logs")));
 	load(-PAGE);

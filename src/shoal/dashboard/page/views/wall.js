@@ -91,7 +91,7 @@ export function wall(app, { runs, curves, ranks = [], query = new URLSearchParam
 		}),
 		el("label.inline", log, t("log_scale")),
 		el("label.inline", t("smooth"), slider, amount),
-		ranks.length > 1 ? select(t("rank.choose"), [["", t("rank.all")], ...ranks.map((one) => [one, t("rank", { rank: one })])], "", (value) => { state.rank = value; load(); }) : null,
+		ranks.length > 1 ? select(t("column.rank"), [["", t("rank.all")], ...ranks.map((one) => [one, t("rank", { rank: one })])], "", (value) => { state.rank = value; load(); }) : null,
 		el("span.room"), zoomed, el("span.dim.hint", t("zoom.hint")));
 	const legend = runs.length > 1 ? el("ul.legend", runs.map(({ id, label }, place) => el("li", stroke(place), el("a", { href: `#/run/${id}/curves` }, label)))) : null;
 	const grid = el("div", { class: charts.length > 1 ? "charts" : "charts one" }, charts.map((one) => one.chart.node));
