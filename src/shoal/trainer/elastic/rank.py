@@ -4,7 +4,7 @@
     for each view that has this process in it:
         come to it, when every group of the view before is left      all members of the view meet under its epoch
         lay the model out for those who are present
-        agree on the newest step that is whole in somebody's memory, and hand its state round
+        agree on the newest step that is whole in somebody's memory, and fetch what lacks of its state
         train, until the run is over, a collective fails, or there is a newer view
 
 A process that died is told of by the supervisor, within milliseconds; one that only waits for it finds that out by itself, or
@@ -53,7 +53,7 @@ from shoal.trainer.config import Recipe
 from shoal.trainer.elastic.limits import FIX
 from shoal.trainer.elastic.pacing import PaceMeter
 from shoal.trainer.elastic.peercopies import PeerCopies, own_shard
-from shoal.trainer.elastic.recovery import MemberState, agree, counted, hand_round
+from shoal.trainer.elastic.recovery import MemberState, agree, counted, fetch_state
 from shoal.trainer.elastic.suspects import Answering, addresses_of, find_suspect, own_ip
 from shoal.trainer.loop import Trainer
 from shoal.trainer.samedata import gather_texts
@@ -377,14 +377,8 @@ class ElasticRank:
         else:
             trainer.progress = agreed.boundary.progress
             target = trainer.engine.state(trainer.progress.step)
-            source = hand_round(
-                self._held,
-                agreed.chosen,
-                target,
-                world=trainer.world,
-                mesh=trainer.mesh,
-                own=own_shard(trainer, agreed.chosen.step),
-            )
+            own = own_shard(trainer, agreed.chosen.step)
+            source = fetch_state(self._held, agreed.chosen, target, world=trainer.world, own=own)
             trainer.boundaries.put(agreed.boundary)
             trainer.persistence.go_on(trainer.progress.step)
             trainer.engine.restored()
