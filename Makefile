@@ -53,16 +53,21 @@ lock:
 # Programs that some tests look with, and launchers that some run under. Without them those tests skip and say why, so this never
 # fails. Ray is 240 MB and for `make soak` alone: .venv/bin/pip install -c constraints.txt ray
 tools:
-	@missing=""; \
+	@missing=""; lean=""; \
 	command -v strace >/dev/null 2>&1 || missing="$$missing strace"; \
 	command -v ss >/dev/null 2>&1 || missing="$$missing iproute2"; \
 	command -v sbatch >/dev/null 2>&1 && command -v slurmctld >/dev/null 2>&1 && command -v slurmd >/dev/null 2>&1 \
 		|| missing="$$missing slurmctld slurmd slurm-client munge"; \
 	command -v mpirun.openmpi >/dev/null 2>&1 || missing="$$missing openmpi-bin"; \
+	command -v mpirun.mpich >/dev/null 2>&1 || lean="$$lean mpich"; \
+	PATH="$$PATH:/usr/sbin" command -v sshd >/dev/null 2>&1 || [ -d /run/systemd/system ] || lean="$$lean openssh-server"; \
 	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || missing="$$missing chromium fonts-dejavu-core"; \
-	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing) >/dev/null 2>&1 && missing=""; \
+	if [ -n "$$missing$$lean" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		apt-get update -qq >/dev/null 2>&1; export DEBIAN_FRONTEND=noninteractive; \
+		[ -z "$$missing" ] || { apt-get install -y -qq $$missing >/dev/null 2>&1 && missing=""; }; \
+		[ -z "$$lean" ] || { apt-get install -y -qq --no-install-recommends $$lean >/dev/null 2>&1 && lean=""; }; \
 	fi; \
+	missing="$$missing$$lean"; \
 	if ! command -v promtool >/dev/null 2>&1 && [ ! -x $(VENV)/promtool/usr/bin/promtool ]; then \
 		mkdir -p $(VENV)/promtool && (cd $(VENV)/promtool && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . \
 			&& rm -f prometheus_*.deb usr/bin/prometheus) >/dev/null 2>&1 || missing="$$missing promtool"; \

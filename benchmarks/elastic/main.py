@@ -171,8 +171,7 @@ def strike_hosts(kills: int, fault: str) -> dict[str, Any]:
                 (hostfaults.power_off if fault == "power" else hostfaults.cut)(hosts, victim)
                 first = wait_for(follower, lambda e=epoch: follower.resumed(e), "the next view")[0]
                 step = wait_for(follower, lambda t=first["t"]: follower.steps(after=t), "the next step")[0]
-                if fault == "cable":
-                    hostfaults.mend(hosts, victim)
+                (hostfaults.power_on if fault == "power" else hostfaults.mend)(hosts, victim)
                 before = [event["step"] for event in follower.steps(after=struck - 60) if event["t"] <= struck]
                 pauses.append(step["t"] - struck)
                 lost.append(max(0, max(before) - first["step"]))
@@ -332,6 +331,15 @@ def kill_torchft(kills: int) -> dict[str, Any]:
     return summarise(pauses, [], [])
 
 
+def newest_results(folder: Path) -> dict[str, Any]:
+    """What the newest file says of all cases, each with the date on which it was measured; nothing where there is no file."""
+    path = max(folder.glob("[0-9]*.json"), default=None)
+    found: dict[str, Any] = json.loads(path.read_text()) if path is not None else {}
+    return {
+        name: {"date": found["date"], **value} if isinstance(value, dict) else value for name, value in found.items()
+    }
+
+
 def main() -> None:
     """Run the cases and write their results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -340,7 +348,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=ALL)
     options = parser.parse_args()
     path = HERE / "results" / f"{date.today()}.json"
-    results = json.loads(path.read_text()) if options.only and path.exists() else {}
+    results = newest_results(path.parent) if options.only else {}
     results |= {"date": str(date.today()), "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
     for name in options.only or ALL:
         if name == TORCHRUN:
@@ -352,6 +360,7 @@ def main() -> None:
         else:
             plan, settings = CASES[name]
             results[name] = kill_ranks(options.kills, plan, settings)
+        results[name]["date"] = str(date.today())
         said = {key: value for key, value in results[name].items() if key != "seconds"}
         print(f"{name}: {json.dumps(said)}", flush=True)
         path.write_text(json.dumps(results, indent=2) + "\n")
