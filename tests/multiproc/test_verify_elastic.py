@@ -27,7 +27,11 @@ def test_four_three_one_four(recipe, plan):
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(recipe, bug):
     found = prove_elastic(recipe, Plan.parse("dp=4 zero=2"), "4,3", bug=bug)
-    assert found.status == "differs", found.reason
+    if bug == "a stale copy":
+        # Ranks take what they hold themselves, and the run finds by itself that counts of steps differ before it saves.
+        assert found.status == "crashed" and "must be the same on all its replicas" in found.reason, found.reason
+    else:
+        assert found.status == "differs", found.reason
 
 
 @pytest.mark.soak

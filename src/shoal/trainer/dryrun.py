@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shoal.core.plan import Plan
 from shoal.core.units import format_bytes, format_count
 from shoal.data.spec import UNKNOWN_LENGTH
 from shoal.engine.config import Settings
@@ -25,6 +26,7 @@ from shoal.paramserver.worker.flat import describe_model
 from shoal.pipeline.build import RankPart, Stages, prove_stages
 from shoal.pipeline.stages import advise_replicas
 from shoal.trainer.build import build_parts, build_without_memory
+from shoal.trainer.config import Recipe
 from shoal.trainer.request import Prepared
 
 
@@ -150,7 +152,23 @@ def _sizes_of_rank(model: nn.Module, prepared: Prepared) -> tuple[dict[str, int]
         rank = place * (plan.world_size // plan.pp)
         preview = RankPreview.build(model, analysis=analysis, plan=plan, rank=rank, precision=precision, part=part)
         found.append(_sizes_of(preview, recipe.settings, num_copies))
-    return max(found, key=lambda sizes: sizes["total"]), lines
+    fullest = max(found, key=lambda sizes: sizes["total"])
+    return _with_elastic(fullest, recipe, plan), lines
+
+
+def _with_elastic(sizes: dict[str, int], recipe: Recipe, plan: Plan) -> dict[str, int]:
+    """With what a run that goes on without its dead keeps besides: the state of the view before, while that of the next one is
+    built, and under ZeRO the snapshots."""
+    if recipe.elastic.mode != "shrink":
+        return sizes
+    state = sizes["weights"] + sizes["optimizer"]
+    if plan.zero and recipe.elastic.copies:
+        # Of what only this rank holds: its rows of the weights and the optimizer's state of them. Twice, in turn.
+        share = sizes["weights"] if plan.zero == 3 else sizes["weights"] // (plan.dp or 1)
+        sizes = {**sizes, "copies": 2 * (share + sizes["optimizer"])}
+    sizes = {**sizes, "view change": state}
+    del sizes["total"]
+    return {**sizes, "total": sum(sizes.values())}
 
 
 def _part_of(stages: Stages, owners: Mapping[str, tuple[int, ...]], rank: int) -> RankPart:

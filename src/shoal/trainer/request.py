@@ -57,7 +57,7 @@ from shoal.trainer.claim import (
     require_run_dir,
 )
 from shoal.trainer.config import Recipe, load_recipe
-from shoal.trainer.elastic.limits import refuse_elastic
+from shoal.trainer.elastic.limits import elastic_warnings, refuse_elastic
 from shoal.trainer.online.config import check_publish
 from shoal.trainer.online.follow import check_follow
 
@@ -263,6 +263,7 @@ def check_parts(
             *_idle_warnings(recipe, setup.plan),
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *_round_warnings(recipe, setup.plan, setup.total_steps),
+            *elastic_warnings(recipe, setup.plan),
             *tried,
         ),
     )

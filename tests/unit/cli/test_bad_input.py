@@ -1,5 +1,7 @@
 """What bad input gets: one message with the numbers and the fix, exit code 2, no traceback, and nothing started or written."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -239,3 +241,20 @@ def test_a_dry_run_warns_of_what_the_run_would_ignore(shoal, tmp_path):
         "warning: paramserver.overlap: no effect, because the plan 'dp=1"
     )
     assert "warning" not in done.stdout and "nothing was started" in done.stdout
+
+
+def test_a_dry_run_says_what_it_costs_to_go_on_without_the_dead(shoal, tmp_path):
+    """A change of the view holds the state twice, and one logical replica for each present one is slow without one of them."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    asked = ["train", "recipe.toml", "--dry-run", "--json", "dry.json", "--set", "elastic.mode=shrink"]
+    slow = "while one is missing every step takes twice as long"
+    done = shoal(*asked, "--plan", "dp=2 zero=2")
+    assert done.returncode == 0 and slow in done.stderr and "elastic.max_dp 2" in done.stderr, done.stderr
+    held = json.loads((tmp_path / "dry.json").read_text())["bytes_per_rank"]
+    assert held["view change"] == held["weights"] + held["optimizer"] > 0
+    assert held["copies"] == pytest.approx(held["weights"] + 2 * held["optimizer"], rel=0.01), "two of half the rows"
+    assert held["total"] == sum(count for name, count in held.items() if name != "total")
+    for fix in ("elastic.max_dp=2", "elastic.spares=1"):
+        done = shoal(*asked, "--plan", "dp=4", "--set", fix)
+        assert done.returncode == 0 and slow not in done.stderr, done.stderr
+    assert "copies" not in json.loads((tmp_path / "dry.json").read_text())["bytes_per_rank"]

@@ -390,9 +390,10 @@ class ElasticRank:
         )
         copies = self._keep_copies(trainer, view)
         trainer.world.barrier()
-        # Not before: whoever fails on the way goes on with what it held. Some may fail in this very barrier, so what was held is
-        # let go when they have taken a step together.
-        self._before = self._held if source != "checkpoint" else None
+        # Not before: whoever fails on the way goes on with what it held. Some may fail in this very barrier, so under ZeRO, whose
+        # cut is another one now, what was held is let go when they have taken a step together. Without, all have what they had.
+        is_cut = trainer.engine.plan.zero > 0
+        self._before = self._held if source != "checkpoint" and is_cut else None
         self._held, self._copies = MemberState(member=self.member, history=history, counts=counts), copies
         self._left_at = None
         step = trainer.progress.step

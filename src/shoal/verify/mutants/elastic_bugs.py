@@ -72,4 +72,4 @@ BUGS: dict[str, Callable[[], list[Swap]]] = {
     "a step applied twice": _apply_twice,
     "a stale copy": _stale_copies,
 }
-"""By name; the last shows under ``zero``."""
+"""By name; the last shows under ``zero``, where the run finds it by itself."""

@@ -1,5 +1,6 @@
 """Which parts of a state are asked of whom, and how their bytes travel."""
 
+import itertools
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.trainer.elastic.handover import cut_messages, plan_pieces
 def _rows(*bounds: int) -> list[dict[str, Holding]]:
     """Shards of rows of a matrix of four columns, cut here."""
     last = bounds[-1]
-    cuts = zip(bounds, bounds[1:], strict=False)
+    cuts = itertools.pairwise(bounds)
     return [{"w": Holding(dtype="F32", shape=(last, 4), boxes=(Box((low, 0), (high - low, 4)),))} for low, high in cuts]
 
 
