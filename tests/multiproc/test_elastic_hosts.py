@@ -157,6 +157,23 @@ def test_a_host_that_was_lost_comes_back_while_the_run_goes_on(shoal, mortal):
 
 
 @pytest.mark.soak
+def test_a_host_that_is_new_in_the_host_file_takes_the_place_of_a_lost_one(shoal, mortal):
+    file = shoal.folder / "hosts"
+    file.write_text("".join(f"{host}:1\n" for host in HOSTS))
+    words = words_of(shoal, mortal, "dp=2", steps=400, **{"elastic.rejoin": "true", "elastic.min_dp": 2})
+    place = words.index("--hosts")
+    words[place : place + 2] = ["--hostfile", file]
+    process = shoal.start(*words, environment=variables("rank 1@300:microbatch:agent"))
+    wait_for_step(shoal.folder / "run", 20)
+    (shoal.folder / "localhost.down").touch()
+    file.write_text("127.0.0.1:1\n127.0.0.2:1\n")
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0 and "host 127.0.0.2 has come" in stderr, stderr
+    assert [view["hosts"] for view in read_views(shoal)] == [list(HOSTS), ["127.0.0.1", "127.0.0.2"]]
+    assert read_summary(shoal.folder / "run")["weights_sha256"] == undisturbed(shoal, mortal, "dp=2", steps=400)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_spare_on_a_third_host_takes_the_place_of_a_lost_one(shoal, mortal, zero):
     plan = f"dp=2 zero={zero}" if zero else "dp=2"

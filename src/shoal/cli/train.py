@@ -158,7 +158,8 @@ def train(
         return
     if forecast and forecast_page is None and not resume:
         forecast_page = forecast_plan(prepared.recipe, prepared.setup.plan)
-    run_job = _job_on_hosts(prepared, named, ssh, python, network, debug=context.obj["debug"]) if named else None
+    shell = {"ssh": ssh, "python": python, "network": network}
+    run_job = _job_on_hosts(prepared, named, hostfile, debug=context.obj["debug"], **shell) if named else None
     _run(prepared, forecast_page, json_file, run_job, debug=context.obj["debug"])
 
 
@@ -179,10 +180,11 @@ def _named_recipe(recipe: Path | None) -> Path:
 def _job_on_hosts(
     prepared: "Prepared",
     hosts: "tuple[HostSlots, ...]",
+    hostfile: Path | None,
+    *,
     ssh: str | None,
     python: str | None,
     network: str | None,
-    *,
     debug: bool,
 ) -> "RunJob":
     """What runs a prepared request on several hosts."""
@@ -207,7 +209,7 @@ def _job_on_hosts(
         module = HOST_RANK
     fleet = build_fleet(placed, remote=ssh, python=python, network=network, most_per_core=MOST_PER_CORE)
     if elastic.starts_more:
-        fleet = replace(fleet, optional=hosts_behind(placed, at_start))
+        fleet = replace(fleet, optional=hosts_behind(placed, at_start), hostfile=hostfile)
     where = describe_hosts(placed)
     start = partial(supervise_hosts, fleet=fleet)
     return partial(supervise_ranks, debug=debug, supervise_with=start, where=where, module=module)

@@ -54,6 +54,9 @@ class Fleet:
     """How long a host may take until its agent is there."""
     optional: frozenset[str] = frozenset()
     """Hosts without which the run can begin; they may come while it goes on."""
+    hostfile: Path | None = None
+    """The file that named the hosts, where it is read again while the run goes on: one that is new in it may take the place of
+    one that was lost."""
     most_per_core: int = 0
     """Ranks that a host runs at most on each core; 0 for any number."""
 
@@ -222,13 +225,13 @@ class Coordinator:
         except RequestError as error:
             raise RunError(f"the ranks cannot be started again: {error}") from error
 
-    def open_again(self, old: Connection) -> Connection:
-        """A new line to a host that is not there; it is none of ``connections`` before ``admit``.
+    def open_again(self, old: Connection, host: HostSlots | None = None) -> Connection:
+        """A new line to a host that is not there, or to another one in its place; it is none of ``connections`` before ``admit``.
 
         Raises:
             OSError: the remote shell cannot be started.
         """
-        connection = Connection(old.host, old.ranks)
+        connection = Connection(host or old.host, old.ranks)
         connection.open(self._supervisor, self.fleet.remote_shell, self.fleet.python)
         self._watch(connection)
         return connection

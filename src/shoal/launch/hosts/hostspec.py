@@ -1,7 +1,7 @@
 """The hosts that a user names, and which ranks run on which: ``a:2,b:2``, or a file with a host in each line. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,30 @@ def hosts_behind(hosts: Sequence[HostSlots], num_ranks: int) -> frozenset[str]:
     """The hosts that have none of the first so many ranks."""
     firsts = [sum(host.slots for host in hosts[:place]) for place in range(len(hosts))]
     return frozenset(host.name for host, first in zip(hosts, firsts, strict=True) if first >= num_ranks)
+
+
+def choose_host(
+    old: HostSlots, named: Sequence[HostSlots], present: Collection[str], *, tried: int
+) -> HostSlots | None:
+    """Who is to take the place of a host that was lost: itself, or one that is new among those that are named now, in turn.
+
+    Args:
+        old: the lost one, with the number of its ranks.
+        named: those that the host file has now.
+        present: the names of those that are there, or on their way.
+        tried: how often somebody was tried for this place before.
+
+    Returns:
+        The host; None where the lost one is not named any more and nobody is new.
+    """
+    again = [old] if any(host.name == old.name for host in named) else []
+    new = [
+        HostSlots(name=host.name, slots=old.slots)
+        for host in named
+        if host.name != old.name and host.name not in present and (not host.slots or host.slots >= old.slots)
+    ]
+    found = again + new
+    return found[tried % len(found)] if found else None
 
 
 def describe_hosts(hosts: Sequence[HostSlots]) -> str:

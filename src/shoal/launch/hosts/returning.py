@@ -1,7 +1,8 @@
-"""Hosts that come while a run goes on: those that were lost, and those that were named and were not there at its start.
+"""Hosts that come while a run goes on: those that were lost, those that were named and were not there at its start, and new ones.
 
-The coordinator tries them again and again. One that answers passes the admission that all have passed at the start (versions,
-the run directory), while the others train; then its agent is asked for ranks, which enter between two steps.
+The coordinator tries them again and again, and in turn with them hosts that are new in the host file, which is read each time:
+such a one takes the place of a lost one, with its ranks. One that answers passes the admission that all have passed at the start
+(versions, the run directory), while the others train; then its agent is asked for ranks, which enter between two steps.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from shoal.core.errors import RequestError
 from shoal.launch.hosts.admission import choose_addresses, version_problems
 from shoal.launch.hosts.connection import Connection
 from shoal.launch.hosts.coordinator import Coordinator
+from shoal.launch.hosts.hostspec import HostSlots, choose_host, read_hostfile
 from shoal.launch.hosts.messages import Enter, Entered
 
 _AGAIN_SECONDS = 5.0
@@ -35,8 +37,10 @@ class _Attempt:
     token_file: Path | None = None
     token: str = ""
     limit: Deadline = field(default_factory=lambda: Deadline(seconds=0.0))
-    is_told: bool = False
-    """Why it cannot come was said once."""
+    tried: int = 0
+    """How often somebody was tried."""
+    told: set[str] = field(default_factory=set)
+    """The hosts of which it was said once why they cannot come."""
 
 
 class ReturningHosts:
@@ -73,8 +77,8 @@ class ReturningHosts:
 
     def take(self, connection: Connection, message: Any) -> bool:
         """Hear what a host says that is not in yet; False where it is another's."""
-        attempt = self._attempts.get(connection.name)
-        if attempt is None or attempt.new is not connection:
+        attempt = next((one for one in self._attempts.values() if one.new is connection), None)
+        if attempt is None:
             return False
         if isinstance(message, Entered):
             if message.problem or message.token != attempt.token:
@@ -95,7 +99,9 @@ class ReturningHosts:
         new = attempt.new
         if new is None:
             if attempt.wait.is_over:
-                attempt.new = self._coordinator.open_again(attempt.old)
+                host = self._choose(attempt)
+                attempt.tried += 1
+                attempt.new = self._coordinator.open_again(attempt.old, host)
                 attempt.limit = Deadline(seconds=self._coordinator.fleet.connect_seconds)
             return False
         new.flush()
@@ -110,6 +116,18 @@ class ReturningHosts:
             doing = "did not find the run directory" if attempt.token_file is not None else "had no agent"
             raise RequestError(f"host {new.name} {doing} within {attempt.limit.seconds:g} s")
         return False
+
+    def _choose(self, attempt: _Attempt) -> HostSlots:
+        """The host to be tried for a place."""
+        old, file = attempt.old, self._coordinator.fleet.hostfile
+        if file is None:
+            return old.host
+        coming = [one.new.name for one in self._attempts.values() if one.new is not None]
+        present = {*(one.name for one in self._coordinator.connections), *coming}
+        found = choose_host(old.host, read_hostfile(file), present, tried=attempt.tried)
+        if found is None:
+            raise RequestError(f"host {old.name} is not in {file} any more, and no host there is new; name one there")
+        return found
 
     def _check(self, new: Connection) -> None:
         assert new.hello is not None
@@ -140,8 +158,9 @@ class ReturningHosts:
         new.send(asked)
 
     def _put_off(self, attempt: _Attempt, why: str) -> None:
-        if not attempt.is_told:
-            attempt.is_told = True
+        name = attempt.old.name if attempt.new is None else attempt.new.name
+        if name not in attempt.told:
+            attempt.told.add(name)
             self._tell(f"{why}; it is tried again every {_AGAIN_SECONDS:g} s")
         self._give_up(attempt, why)
         attempt.wait = Deadline(seconds=_AGAIN_SECONDS)

@@ -51,6 +51,15 @@ def test_a_step_of_one_task_may_start_ranks_of_its_own() -> None:
     assert not read_place(given).is_launched
 
 
+def test_a_rank_of_torchrun_on_the_second_of_two_hosts() -> None:
+    given = _captured("torchrun-2.13")
+    place = read_place(given)
+    assert _numbers(place) == ("torchrun", 3, 4, 1, 2) and (place.address, place.port) == ("localhost", 41977)
+    assert place.generation == 0 and read_place({**given, "TORCHELASTIC_RESTART_COUNT": "2"}).generation == 2
+    inside = read_place({**_captured("slurm-22.05-step"), **given})
+    assert _numbers(inside) == _numbers(place), "as the task of a step it has ranks of its own"
+
+
 def test_open_mpi_and_mpich_on_one_host() -> None:
     place = read_place(_captured("openmpi-4.1.4"))
     assert _numbers(place) == ("openmpi", 1, 2, 1, 2) and place.address == "127.0.0.1"

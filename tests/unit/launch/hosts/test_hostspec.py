@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import RequestError
-from shoal.launch.hosts.hostspec import HostSlots, parse_hosts, place_ranks, read_hostfile
+from shoal.launch.hosts.hostspec import HostSlots, choose_host, parse_hosts, place_ranks, read_hostfile
 
 
 def test_hosts_with_and_without_numbers() -> None:
@@ -46,3 +46,19 @@ def test_more_or_fewer_ranks_than_there_is_room_for(text: str, count: int, words
     with pytest.raises(RequestError) as refused:
         place_ranks(parse_hosts(text), count)
     assert words in str(refused.value)
+
+
+def test_a_lost_host_and_those_that_are_new_in_the_file_are_tried_in_turn() -> None:
+    lost = HostSlots(name="b", slots=2)
+
+    def tried(text: str, *present: str) -> list[str]:
+        found = [choose_host(lost, parse_hosts(text), {"b", *present}, tried=number) for number in range(4)]
+        assert all(host is None or host.slots == 2 for host in found)
+        return [host.name if host is not None else "" for host in found]
+
+    assert tried("a,b", "a") == ["b"] * 4, "nobody is new"
+    assert tried("a:2,b:2,c:2,d:4", "a") == ["b", "c", "d", "b"]
+    assert tried("a,c", "a") == ["c"] * 4, "the lost one was taken out of the file"
+    assert tried("a:2,c:1", "a") == [""] * 4, "it has no room for the ranks"
+    assert tried("a,c,d", "a", "c") == ["d"] * 4, "one that is on its way to another place"
+    assert tried("a", "a") == [""] * 4
