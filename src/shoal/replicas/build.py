@@ -18,9 +18,9 @@ from shoal.replicas.averaging import Averaging
 from shoal.replicas.choco import CompressedGossip
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.easgd import ElasticAveraging
+from shoal.replicas.fragments import check_fragments
 from shoal.replicas.gossip import Gossip
 from shoal.replicas.policy import Coding, Island, Policy
-from shoal.replicas.refusals import check_fragments
 from shoal.replicas.shards import WholeBlocks
 from shoal.replicas.sparse import SparseAveraging
 from shoal.replicas.streaming import Streaming
@@ -60,7 +60,7 @@ def build_policy(island: Island, rule: SyncRule, config: ReplicaConfig, *, order
         order: the names of all trained parameters of the whole model, in their order.
 
     Raises:
-        RequestError: the model has fewer parameters than the rule has fragments.
+        RequestError: the model has fewer layers than the rule has fragments.
     """
     match rule.kind:
         case "local" | "diloco" | "slowmo":
@@ -70,7 +70,7 @@ def build_policy(island: Island, rule: SyncRule, config: ReplicaConfig, *, order
         case "sparse":
             return SparseAveraging(island, rule, config)
         case "stream":
-            check_fragments(rule, len(order))
+            check_fragments(rule, order)
             return Streaming(island, rule, config, order)
         case _:
             return Gossip(island, rule) if island.coding is None else CompressedGossip(island, rule, config)

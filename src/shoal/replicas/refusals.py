@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from shoal.core.errors import RequestError
 from shoal.core.syncrule import SyncRule
 from shoal.replicas.config import ReplicaConfig
 
@@ -64,17 +63,4 @@ def replica_problems(config: ReplicaConfig, rule: SyncRule, *, evaluate_every: i
         yield (
             f"train.nonfinite skip leaves an island out of a round by a flag that all islands hear, and with sync={rule} an "
             f"island hears its neighbours only; leave nonfinite out, or use sync=local:{rule.period}"
-        )
-
-
-def check_fragments(rule: SyncRule, num_parameters: int) -> None:
-    """Refuse more fragments than the model has trained parameters.
-
-    Raises:
-        RequestError: gives both numbers.
-    """
-    if rule.fragments > num_parameters:
-        raise RequestError(
-            f"sync={rule} cuts the model into {rule.fragments} fragments, and it has {num_parameters} trained parameters; use "
-            f"{num_parameters} fragments or fewer"
         )

@@ -10,7 +10,7 @@ loses in such a block is kept by both, alike.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class WholeBlocks:
             if flats[name].data_ptr() != change.data_ptr():
                 change.copy_(self.parts[name].own(flats[name]).view_as(change))
 
-    def forecast_traffic(self, names: Sequence[str] | None = None) -> TrafficCounts:
+    def forecast_traffic(self, names: Collection[str] | None = None) -> TrafficCounts:
         """What widening these parameters, or all, moves."""
         if not self._is_cut:
             return {}

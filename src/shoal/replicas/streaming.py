@@ -1,6 +1,6 @@
 """Streaming DiLoCo: fragments of the model have rounds of their own, and what is sent is applied some steps later.
 
-Fragment p of F is the parameters number p, p + F, p + 2F, ... (strided, so that each has early and late layers). Its change is
+Fragment p of F is the layers number p, p + F, p + 2F, ... (``fragments.py``). Its change is
 summed after the steps at which ``(step + 1 - p H / F) mod H`` is 0, and applied T steps later by DiLoCo's outer step; then an
 island mixes ``t = f + a (t - f)``, which keeps a share of what it did meanwhile (Douillard et al. 2025, arXiv 2501.18512,
 equations 2 and 3). With one fragment, no delay and a = 0 this is DiLoCo, bit for bit.
@@ -22,6 +22,7 @@ from shoal.replicas.averaging import mean_weights, step_nesterov_
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import LEFT_OUT, Bucket, MeanChange, Membership, chunks
 from shoal.replicas.flight import Flight
+from shoal.replicas.fragments import count_layers, cut_fragments
 from shoal.replicas.policy import Island, PolicyState, StepEnd
 
 
@@ -30,11 +31,12 @@ class Streaming:
 
     def __init__(self, island: Island, rule: SyncRule, config: ReplicaConfig, order: Sequence[str]) -> None:
         self._island, self._rule, self._config = island, rule, config
-        place = {name: number for number, name in enumerate(order)}
         self._fragments = [
-            [name for name in island.weights if place[name] % rule.fragments == fragment]
-            for fragment in range(rule.fragments)
+            [name for name in island.weights if name in fragment] for fragment in cut_fragments(order, rule.fragments)
         ]
+        self._layers = torch.tensor(count_layers(order))
+        """That fragments are cut from. Checkpoints from before fragments were of layers have none: what was under way in them
+        belongs to no fragment."""
         self._agreed = island.copy_weights()
         # Filled, so that no step waits for pages of memory that nobody has touched before.
         self._momentum = {name: torch.zeros_like(weight).fill_(0.0) for name, weight in island.weights.items()}
@@ -172,7 +174,8 @@ class Streaming:
         """See ``Policy``."""
         self.close()
         shared = {"agreed": self._agreed, "momentum": self._momentum, "change": self._change}
-        return PolicyState(shared=shared, own={}, own_numbers={"told": self._told, "samples": self._samples})
+        numbers = {"told": self._told, "samples": self._samples, "layers": self._layers}
+        return PolicyState(shared=shared, own={}, own_numbers=numbers)
 
     def close(self) -> None:
         """See ``Policy``."""

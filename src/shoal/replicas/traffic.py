@@ -4,7 +4,7 @@ The counts are those of one rank's channel to the ranks of equal coordinates in 
 says what a byte of each operation is). ``verify`` compares them with what was counted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.trafficcounter import Traffic, TrafficCounts, add_traffic
@@ -31,8 +31,8 @@ class Sizes:
     elements: Mapping[str, int]
     """Of each parameter, or of the rows that are this rank's, by name in the order of names."""
     item_bytes: int
-    order: Sequence[str]
-    """The names of all trained parameters of the model, by which fragments are cut."""
+    fragments: Sequence[Collection[str]]
+    """The parameters of each fragment, of the whole model."""
     islands: int
     inside: int
     """Ranks of an island."""
@@ -79,12 +79,11 @@ def step_traffic(
         found = summed_traffic(everything, sizes.item_bytes, has_order=has_order)
     elif rule.kind == "stream":
         for fragment in rule.fragments_sent(step):
-            widened = {} if shards is None else shards.forecast_traffic(sizes.order[fragment :: rule.fragments])
+            widened = {} if shards is None else shards.forecast_traffic(sizes.fragments[fragment])
             found = add_traffic(found, _looked(sizes), widened)
         # A fragment is counted in the step that waits for it.
         for fragment in rule.fragments_applied(step):
-            names = set(sizes.order[fragment :: rule.fragments])
-            part = [count for name, count in sizes.elements.items() if name in names]
+            part = [count for name, count in sizes.elements.items() if name in sizes.fragments[fragment]]
             dense = summed_traffic(part, sizes.item_bytes, has_order=has_order)
             found = add_traffic(found, _told(sizes), dense if sums is None else sums.forecast_traffic())
     elif is_round and matrix is not None:

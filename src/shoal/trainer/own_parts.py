@@ -41,7 +41,7 @@ from shoal.optim.torchclass import check_named
 from shoal.parallel.batchnorm import apply_batchnorm
 from shoal.parallel.requirements import describe_facts
 from shoal.pipeline.build import prove_stages
-from shoal.replicas.refusals import check_fragments
+from shoal.replicas.fragments import check_fragments
 from shoal.telemetry.memory import is_out_of_memory
 from shoal.trainer.build import build_parts, build_without_memory, selection_of
 from shoal.trainer.config import Recipe
@@ -305,14 +305,15 @@ class OwnPartsHere:
             match(wanted_of(model), open_weights(Path(init.path)).shapes, selection_of(init), origin=init.path)
 
     def check_fragments(self, recipe: Recipe, spec: DataSpec, plan: Plan) -> None:
-        """Count the parameters that are trained, of the model without memory.
+        """Count the layers that are trained, of the model without memory.
 
         Raises:
             RequestError: there are fewer than the plan has fragments.
         """
         model = build_without_memory(recipe.model, spec)
         freeze(model, recipe.optim)
-        check_fragments(SyncRule.parse(plan.sync), sum(one.requires_grad for one in model.parameters()))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        check_fragments(SyncRule.parse(plan.sync), trained)
 
     def check_plan(self, recipe: Recipe, plan: Plan) -> None:
         """Build the module, look at what it is made of, and refuse a plan that does not fit it.

@@ -21,6 +21,7 @@ from shoal.planner.pricing.agreement import Agreement, is_exact, rank_shapes, up
 from shoal.planner.pricing.codecs import CodecWork, codec_work
 from shoal.planner.pricing.job import Job
 from shoal.replicas.choco import coded_bytes
+from shoal.replicas.fragments import check_fragments, cut_fragments
 from shoal.replicas.graphs import mixing
 from shoal.replicas.memory import policy_copies
 from shoal.replicas.traffic import TOLD_EVERY, Sizes, step_traffic, tells_stop
@@ -77,9 +78,11 @@ def _between_islands(
     period = _period(plan, rule, step_seconds)
     share = updated_share(job, plan)
     elements = {name: max(1, round(math.prod(shape) * share)) for name, shape in sorted(shapes.items())}
-    order = sorted(name for layer in job.chain.layers for name, _ in layer.shapes)
+    names = [name for layer in job.chain.layers for name, _ in layer.shapes]
+    check_fragments(rule, names)
+    fragments = cut_fragments(names, rule.fragments)
     messages = _Messages(
-        plan, rule, compress, config, elements, shapes, order, round(job.weight_bytes), sparse_bits, seed
+        plan, rule, compress, config, elements, shapes, fragments, round(job.weight_bytes), sparse_bits, seed
     )
     # From a step on at which everything has begun: rounds, all fragments of a stream, compression.
     skipped = max(rule.start, (compress.start + config.warmup if compress else 0) + period * (1 + bool(rule.delay)))
@@ -123,13 +126,13 @@ class _Messages:
         config: CompressionConfig,
         elements: Mapping[str, int],
         shapes: Shapes,
-        order: Sequence[str],
+        fragments: Sequence[Collection[str]],
         item_bytes: int,
         bits: int,
         seed: int,
     ) -> None:
         self._plan, self._rule, self._compress, self._config = plan, rule, compress, config
-        self._elements, self._shapes, self._order = elements, shapes, order
+        self._elements, self._shapes, self._fragments = elements, shapes, fragments
         self._item_bytes, self._bits, self._seed = item_bytes, bits, seed
         self._known: dict[object, tuple[TrafficCounts, CodecWork, float]] = {}
 
@@ -161,7 +164,7 @@ class _Messages:
             sizes = Sizes(
                 elements=held,
                 item_bytes=self._item_bytes,
-                order=self._order,
+                fragments=self._fragments,
                 islands=plan.islands,
                 inside=plan.world_size // plan.islands,
                 sparse_bits=self._bits,
@@ -207,9 +210,7 @@ class _Messages:
         """Parameters that are sent together: fragments of a stream, or all."""
         if self._rule.kind != "stream":
             return [list(self._elements)] if is_round else []
-        fragments = self._rule.fragments
-        turns = [set(self._order[fragment::fragments]) for fragment in range(fragments)]
-        return [[name for name in self._elements if name in turn] for turn in turns]
+        return [[name for name in self._elements if name in fragment] for fragment in self._fragments]
 
 
 def _compressed_sum(plan: Plan, rule: CompressRule, shapes: Shapes, config: CompressionConfig) -> Agreement:

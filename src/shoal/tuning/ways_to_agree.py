@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.core.plan import Plan
+from shoal.core.syncrule import SyncRule
 from shoal.engine.resolve import compression_settings
 from shoal.planner.pricing.agreement import Agreement
 from shoal.planner.pricing.cost import Known
@@ -16,6 +17,7 @@ from shoal.planner.pricing.job import Job
 from shoal.planner.search.candidates import Limits, is_legal, plans_of
 from shoal.planner.search.estimate import Estimate, agree_estimate, estimate, estimate_by_schedule
 from shoal.planner.search.search import AS_GOOD, search
+from shoal.replicas.fragments import count_layers
 from shoal.trainer.config import Recipe
 from shoal.tuning.agreement import agreement_of
 
@@ -124,7 +126,10 @@ class _Pricing:
     def policies(self, best: Estimate) -> Iterator[Way]:
         """The best plan of each policy, alone and with what islands send compressed."""
         inside = [[estimate_by_schedule(self._job, plan) for plan in self._inside(count)] for count in self._counts()]
+        names = [name for layer in self._job.chain.layers for name, _ in layer.shapes]
         for policy in POLICIES:
+            if SyncRule.parse(policy).fragments > count_layers(names):
+                continue
             for codec in (None, *(BETWEEN if policy.startswith(_CODED) else ())):
                 # Of the plans of an island, which are in their order already, the first that has room for the policy.
                 ways = [next(self._agreed(plans, sync=policy, compress=codec), None) for plans in inside]

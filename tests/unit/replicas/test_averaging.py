@@ -72,8 +72,10 @@ def test_the_outer_momentum_that_is_left_out_is_the_policys(rule, momentum):
     )
 
 
-def test_more_fragments_than_parameters_are_refused():
-    with pytest.raises(RequestError, match="4 fragments, and it has 2 trained parameters"):
+def test_more_fragments_than_layers_are_refused():
+    with pytest.raises(
+        RequestError, match="4 fragments of whole layers, and 2 of its layers have trained parameters; use 2"
+    ):
         run("stream:8,4,1", 1)
 
 

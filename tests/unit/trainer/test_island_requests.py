@@ -16,7 +16,11 @@ CASES = (
     ("dp=2 sync=gossip:GRAPH", (), "is of 3 islands, and the plan has 2; give a graph of 2"),
     ("dp=4 sync=gossip:APART", (), "is not connected: island(s) 2, 3 are not reached from island 0"),
     ("dp=2 sync=pushsum:none.json", (), "none.json cannot be read"),
-    ("dp=2 sync=stream:64,64,0", (), "64 fragments, and it has 21 trained parameters; use 21 fragments or fewer"),
+    (
+        "dp=2 sync=stream:64,64,0",
+        (),
+        "64 fragments of whole layers, and 5 of its layers have trained parameters; use 5",
+    ),
     ("ps=1 workers=2 sync=diloco:3", (), "servers have them here; leave sync out"),
     ("islands=2 dp=1", (), "sync is allreduce, under which there are none; set sync"),
     ("dp=1 sync=diloco:3", (), "between islands, and there is one"),

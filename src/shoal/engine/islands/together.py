@@ -26,6 +26,7 @@ from shoal.engine.stop import StopRequest
 from shoal.replicas.choco import CompressedGossip
 from shoal.replicas.config import ReplicaConfig
 from shoal.replicas.exchange import mean_over_islands_
+from shoal.replicas.fragments import cut_fragments
 from shoal.replicas.graphs import mixing
 from shoal.replicas.intervals import Interval
 from shoal.replicas.policy import Policy, StepEnd
@@ -34,6 +35,19 @@ from shoal.replicas.traffic import Sizes, step_traffic, summed_traffic, tells_st
 
 PREFIX = "islands/"
 """Of the names of what islands keep in a checkpoint."""
+
+# Gossip without a codec keeps no copy of what neighbours know, and each island's weights differ by then.
+_LACKING = {
+    "gossip": (
+        "the checkpoint is of sync=gossip without a codec, so no island knows what neighbours have heard of it: every island "
+        "goes on from the mean of their weights, which all of them know"
+    ),
+    "stream": (
+        "the checkpoint is of sync=stream with fragments of single parameters, and they are of whole layers now, to none of "
+        "which belongs what was under way: every island goes on from the mean of their weights"
+    ),
+}
+"""What to say of a checkpoint of the same policy and islands that lacks something, by policy."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -237,7 +251,7 @@ class Islands:
             Sizes(
                 elements=items,
                 item_bytes=size,
-                order=sorted(self.saved_names),
+                fragments=cut_fragments(self.saved_names, self.rule.fragments),
                 islands=self.channel.size,
                 inside=self.inside.size,
                 sparse_bits=self.config.sparse_bits,
@@ -372,12 +386,8 @@ class Islands:
             extra = {key: one for key, one in extra.items() if key not in lengths}
             placed = {key: place for key, place in placed.items() if key not in lengths}
         if any(key not in known for key in extra):
-            if f"{PREFIX}{self.rule.kind}/{self.channel.size}/shared/round" in known:
-                # Gossip without a codec keeps no copy of what neighbours know, and each island's weights differ by then.
-                self._said = (
-                    f"the checkpoint is of sync={self.rule.kind} without a codec, so no island knows what neighbours have heard "
-                    "of it: every island goes on from the mean of their weights, which all of them know"
-                )
+            if f"{self._prefix}shared/round" in known:
+                self._said = _LACKING.get(self.rule.kind)
             return self._fold_unsent(own, known), False
         if self.unsent is not None and not unsent.keys() <= known:
             # Saved with another codec, or none: what islands agreed on stays, and this codec begins anew.

@@ -22,6 +22,7 @@ from shoal.optim.build import set_rate
 from shoal.optim.rates import rate
 from shoal.verify.oracle.codecs import key_of, largest_places, only
 from shoal.verify.oracle.coded_weights import reading_coded
+from shoal.verify.oracle.fragments import fragments_of
 from shoal.verify.oracle.sums import CompressedSums, owner_of
 from shoal.verify.reference.case import Case, Tree
 from shoal.verify.reference.model import (
@@ -379,8 +380,7 @@ class Agreement:
         period, count, delay = self.rule.period, self.rule.fragments, self.rule.delay
         keeps = self.settings["mixing"]
         agrees = False
-        for fragment in range(count):
-            names = self.names[fragment::count]
+        for fragment, names in enumerate(fragments_of(self.names, count)):
             first = period + fragment * (period // count)
             if step + 1 >= first and (step + 1 - first) % period == 0:
                 sent, self.missing[fragment] = self._changes(names, step)
