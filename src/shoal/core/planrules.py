@@ -385,11 +385,12 @@ def island_problems(plan: PlanKeys) -> Iterator[str]:
     elif replicas == 1:
         yield f"sync={plan.sync} is between islands, and there is one; set islands or dp to 2 or more, or leave sync out"
     elif plan.islands == 1 and plan.zero and plan.dp is not None:
-        half = plan.dp // 2 if plan.dp % 2 == 0 else 1
-        inside = f"islands=2 dp={half}" if half > 1 else f"islands={plan.dp} dp=2"
+        # As few islands as divide the replicas with two or more in each, so that the processes are the same.
+        count = next((one for one in divisors(plan.dp) if 1 < one < plan.dp), None)
+        inside = f"write islands={count} dp={plan.dp // count} to shard inside islands, or " if count else ""
         yield (
             f"zero={plan.zero} shares state along dp, and sync={plan.sync} without islands makes each of the dp={plan.dp} "
-            f"replicas an island of its own; write {inside} to shard inside islands, or leave zero out"
+            f"replicas an island of its own; {inside}leave zero out"
         )
     if plan.pp > 1 and schedule_facts(plan.schedule).is_asynchronous:
         yield (

@@ -80,7 +80,9 @@ def test_a_rule_without_islands_makes_every_replica_one():
     [
         ("islands=2 dp=2", "write dp=4 in place of islands=2 dp=2"),
         ("dp=1 sync=local:3", "there is one; set islands or dp to 2 or more"),
-        ("dp=4 zero=1 sync=local:3", "write islands=2 dp=2"),
+        ("dp=4 zero=1 sync=local:3", "write islands=2 dp=2 to"),
+        ("dp=9 zero=1 sync=local:3", "write islands=3 dp=3 to"),
+        ("dp=2 zero=1 sync=local:3", "an island of its own; leave zero out"),
         ("ps=1 workers=2 sync=local:3", "ps=1 servers have them"),
         ("islands=2 pp=2 schedule=pipedream sync=local:3", "use schedule=1f1b"),
         ("dp=3 sync=gossip:exponential", "there are 3; use sync=pushsum:exponential"),
