@@ -178,12 +178,14 @@ def export(
     run_dir = _run_of(source)
     if format != "safetensors" and run_dir is None:
         raise RequestError(
-            f"{source} is not in a run directory; {format} needs the run's recipe: use --format safetensors"
+            f"no recipe is beside {source}, which would say how the model of {format} is built: use --format safetensors; a "
+            f'script that trains it (shoal.Run) calls run.export(path, format="{format}")'
         )
-    target = to if to is not None else run_dir / f"export-{source.name}" if run_dir is not None else None
+    root = _root_of(source)
+    target = to if to is not None else root / f"export-{source.name}" if root is not None else None
     if target is None:
         raise RequestError(f"{source} is not in a run directory; say where to export with --to DIR")
-    from shoal.checkpoint.export import new_folder, read_weights, write_weights
+    from shoal.checkpoint.export.weights import new_folder, read_weights, write_weights
 
     errors: dict[str, float] = {}
     prepares: Path | None = None
@@ -219,11 +221,20 @@ def _severity(tensor: "TensorDifference") -> float:
     return float("inf") if tensor.relative is None or tensor.relative != tensor.relative else tensor.relative
 
 
-def _run_of(checkpoint: Path) -> Path | None:
+def _root_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint is in, be it a recipe's or a script's."""
     from shoal.core.rundir import RunDir
 
     run = RunDir(checkpoint.parent.parent)
-    return run.root if run.checkpoints == checkpoint.parent and run.recipe.is_file() else None
+    return run.root if run.checkpoints == checkpoint.parent else None
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The same, where it has a recipe."""
+    from shoal.core.rundir import RunDir
+
+    root = _root_of(checkpoint)
+    return root if root is not None and RunDir(root).recipe.is_file() else None
 
 
 def _model_section(run_dir: Path | None) -> dict[str, Any]:

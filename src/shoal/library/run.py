@@ -294,7 +294,7 @@ class Run(SavedRun):
             stop=self.stop,
             optimizer=optimizer,
         )
-        made = ModelSetup(engine, schedulers, label)
+        made = ModelSetup(engine, schedulers, label, loader.splits)
         self._detours[made] = Detours(made, self.world, has_codec=self._codec.weights != "none")
         engine.optimizer.register_step_post_hook(lambda *_: self._after_update(made))
         self._setups.append(made)

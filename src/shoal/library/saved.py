@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.agreement import agree_on_failure
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.core.errors import RequestError, RunError
+from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.core.events import Logged
 from shoal.data.loading.loader import StepBatch
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.exchanged import summarise_exchange
 from shoal.engine.objective import describe_value
+from shoal.engine.parallelize import example_of
 from shoal.engine.reporting import Reporter
 from shoal.engine.state import seed_process
+from shoal.library.exporting import check_export, write_export
 from shoal.library.loader import RunLoader
 from shoal.library.process import IS_RUNNING, OPEN, RunProcess
 from shoal.library.saving import RunCheckpoints, export_setup, import_setup, merge_states
@@ -247,6 +250,52 @@ class SavedRun(RunProcess):
         self._leave()
         assert found is not None, "every rank gets them"
         return found
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        format: str = "safetensors",
+        plain: nn.Module | Callable[[], nn.Module] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Write the model for other programs, from any plan: the first rank writes the whole weights into a new folder.
+
+        What is written is loaded back and run on the same inputs; an export that gives something else is refused, and nothing is
+        left of it. All ranks call it together.
+
+        Args:
+            path: of the folder to make.
+            format: safetensors (weights alone), hf (a folder for ``from_pretrained``), torch-export, or onnx.
+            plain: a module as the model was before ``run.setup``, or a function that makes one, which the first rank alone calls:
+                it gets the weights and is written. Not needed for weights alone, nor for a model of transformers.
+            model: which one, where several are set up.
+
+        Raises:
+            RequestError: it cannot be written so; says what to give.
+            RunError: the export differs from the model, or the disk refused. All ranks raise together.
+        """
+        own = self._of(model)
+        folder, build = check_export(own.engine.model, path, format=format, plain=plain)
+        self._begin()
+        self._meet("run.export()")
+        weights = own.engine.state_dict()
+        failure: ShoalError | None = None
+        if weights is not None:
+            if build is None:
+                weights = {
+                    name: weights[name] for name in own.engine.outline
+                }  # A weight that is tied once, as in checkpoints.
+            facts = {"step": own.num_updates, "plan": str(own.engine.plan)}
+            inputs = example_of(own.data).map(own.engine.precision.cast_input)
+            try:
+                self._reporter.tell(write_export(weights, folder, build, inputs, format=format, facts=facts))
+            except ShoalError as error:
+                failure = error
+        said = agree_on_failure(self.world, "" if failure is None else str(failure), where=folder)
+        self._leave()
+        if said:
+            raise failure or RunError(f"run.export() failed on the first rank, which says why: {said}")
 
     def _open_checkpoints(self) -> RunCheckpoints | None:
         if self._checkpoints is None and self.run_dir is not None:

@@ -15,6 +15,7 @@ from shoal.comm.world import World
 from shoal.core.errors import RequestError, RunError, ShoalError
 from shoal.data.batchform import arguments_of
 from shoal.data.loading.loader import StepBatch
+from shoal.data.source import Splits
 from shoal.engine.callbacks.monitor import BestCheckpoint
 from shoal.engine.hooks import Hook
 from shoal.engine.model import ParallelModel
@@ -34,10 +35,12 @@ class ModelSetup:
         engine: the model under the plan, with the script's own optimizer.
         schedulers: of the optimizer, in the order in which they were given.
         label: what it is called in checkpoints; empty for the first model of a run.
+        data: what it is trained on.
     """
 
-    def __init__(self, engine: ParallelModel, schedulers: Sequence[Any], label: str) -> None:
+    def __init__(self, engine: ParallelModel, schedulers: Sequence[Any], label: str, data: Splits) -> None:
         self.engine = engine
+        self.data = data
         self.schedulers = tuple(schedulers)
         self.label = label
         self.num_passes = 0

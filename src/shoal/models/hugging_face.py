@@ -5,7 +5,9 @@ SwiGLU, rotary positions by halves, grouped-query attention, no biases), so its 
 shipped model is one of transformers, and that is said.
 """
 
-from collections.abc import Mapping
+import copy
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def require_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise RequestError(
-            f"--format hf needs transformers, which is not installed ({error}); install it: pip install 'shoal[hf]'"
+            f"the format hf needs transformers, which is not installed ({error}); install it: pip install 'shoal[hf]'"
         ) from error
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
@@ -65,9 +67,25 @@ def as_transformers(model: nn.Module) -> Any:
     if (held := held_transformers(model)) is not None:
         return held[1]
     raise RequestError(
-        f"{type(model).__name__} is no model of transformers, and none there has its architecture; use --format safetensors, "
-        "torch-export or onnx"
+        f"{type(model).__name__} is no model of transformers, and none there has its architecture; use the format "
+        "safetensors, torch-export or onnx"
     )
+
+
+def build_again(model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Makes a model of transformers of the same class and config, with weights of its own; None for any other model."""
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    known: Any = model
+
+    def build() -> nn.Module:
+        made: nn.Module = type(known)(copy.deepcopy(known.config))
+        if known.can_generate():
+            vars(made)["generation_config"] = copy.deepcopy(known.generation_config)
+        return made
+
+    return build
 
 
 def held_transformers(model: nn.Module) -> tuple[str, nn.Module] | None:

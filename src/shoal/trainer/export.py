@@ -3,41 +3,21 @@
 An export that does not give what the trained model gives is refused, and nothing is left of it.
 """
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.export import compare_outputs, run_onnx, write_onnx, write_program
+from shoal.checkpoint.export.model import compare_scores, quietly, write_model
 from shoal.core.errors import RequestError
-from shoal.data.batchform import BatchForm, ModelInputs, call_model
+from shoal.data.batchform import call_model
 from shoal.engine.state import import_weights
-from shoal.models.hugging_face import as_transformers, held_transformers, load_back, logits_of
-from shoal.models.lora import adapter_state, base_state, load_adapters, merge_adapters, write_adapters
+from shoal.models.hugging_face import held_transformers, logits_of
+from shoal.models.lora import adapter_state, base_state, load_adapters, write_adapters
 from shoal.optim.precision import Precision
 from shoal.trainer.build import LoadedRun, build_parts, load_run
 from shoal.trainer.config import Recipe
-
-_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""How far an export may be from the trained model, by the type of its weights."""
-_COARSE = 2e-2
-"""In a type of 16 bits."""
-
-
-class _Scores(nn.Module):
-    """A model that takes tensors by place and returns its scores alone, whatever its samples and outputs look like."""
-
-    def __init__(self, model: nn.Module, form: BatchForm | None) -> None:
-        super().__init__()
-        self.model = model
-        self._form = form
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """The scores of a batch."""
-        output = self.model(*tensors) if self._form is None else self._form.call(self.model, tensors)
-        return logits_of(output)
 
 
 def export_model(run_dir: Path, weights: Mapping[str, Tensor], folder: Path, *, format: str, origin: str) -> float:
@@ -60,51 +40,12 @@ def export_model(run_dir: Path, weights: Mapping[str, Tensor], folder: Path, *, 
     # The run gives its newest weights; the ones asked for may be older.
     import_weights(run.model, weights, origin=origin)
     inputs = run.example_inputs
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    if format != "peft":
+        return write_model(run.model, inputs, folder, format=format)
+    with quietly():
         expected = logits_of(call_model(run.model, inputs))
-        if format == "peft":
-            found = logits_of(call_model(_write_peft(run, folder), inputs))
-        else:
-            merge_adapters(run.model)
-            found = _WRITERS[format](run.model, _bare_inputs(run.model, inputs, expected), folder)
-    bound = _BOUNDS.get(expected.dtype, _COARSE)
-    return compare_outputs(expected, found, what=f"--format {format}", bound=bound)
-
-
-def _bare_inputs(model: nn.Module, inputs: ModelInputs, expected: Tensor) -> ModelInputs:
-    """The inputs without labels, where the model's scores do not need them: who uses an export has none."""
-    bare = inputs.without_labels()
-    if bare is inputs:
-        return inputs
-    try:
-        found = logits_of(call_model(model, bare))
-    except Exception:  # The model is the user's own; one with an encoder makes its decoder's inputs of labels.
-        return inputs
-    return bare if found.shape == expected.shape and torch.equal(found, expected) else inputs
-
-
-def _write_hf(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
-    known = as_transformers(model)
-    known.save_pretrained(folder)
-    again = load_back(folder, known)
-    if model is not known and not isinstance(model, type(known)) and known in list(model.children()):
-        # A module of the user's own around it says how it is called.
-        name = next(name for name, one in model.named_children() if one is known)
-        setattr(model, name, again)
-        again = model
-    return logits_of(call_model(again, inputs))
-
-
-def _write_program(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
-    is_plain = inputs.form is None and isinstance(model(*inputs), Tensor)
-    path = write_program(model if is_plain else _Scores(model, inputs.form), tuple(inputs), folder)
-    return logits_of(torch.export.load(path).module()(*inputs))
-
-
-def _write_onnx(model: nn.Module, inputs: ModelInputs, folder: Path) -> Tensor:
-    scores = _Scores(model, inputs.form)
-    return run_onnx(write_onnx(scores, tuple(inputs), folder, names=inputs.names(model)), tuple(inputs))
+        found = logits_of(call_model(_write_peft(run, folder), inputs))
+    return compare_scores(expected, found, format=format)
 
 
 def _write_peft(run: LoadedRun, folder: Path) -> nn.Module:
@@ -151,6 +92,3 @@ def _base_model(recipe: Recipe, run: LoadedRun) -> nn.Module:
                 "adapters is not the trained model; use --format hf or safetensors for the whole model"
             )
     return base
-
-
-_WRITERS = {"hf": _write_hf, "torch-export": _write_program, "onnx": _write_onnx}

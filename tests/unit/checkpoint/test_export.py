@@ -9,15 +9,8 @@ from safetensors import safe_open
 from torch import nn
 
 from shoal.checkpoint.commit import write_checkpoint
-from shoal.checkpoint.export import (
-    compare_outputs,
-    new_folder,
-    read_weights,
-    run_onnx,
-    write_onnx,
-    write_program,
-    write_weights,
-)
+from shoal.checkpoint.export.program import compare_outputs, run_onnx, write_onnx, write_program
+from shoal.checkpoint.export.weights import new_folder, read_weights, write_weights
 from shoal.checkpoint.pieces import as_blob
 from shoal.core.errors import RequestError, RunError
 

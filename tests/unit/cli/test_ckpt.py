@@ -109,7 +109,7 @@ def test_export_uses_the_newest_whole_checkpoint_of_a_run(run_dir, tmp_path):
         (["diff", "nowhere", "nowhere"], "no such folder"),
         (["export", "nowhere"], "no such folder"),
         (["export", "lonely"], "--to DIR"),
-        (["export", "lonely", "--format", "program"], "needs the run's recipe"),
+        (["export", "lonely", "--format", "program"], "no recipe is beside"),
         (["export", "lonely", "--format", "safetensor"], "did you mean 'safetensors'?"),
         (["show", "lonely", "--json", "no/such/folder.json"], "--json"),
     ],
@@ -127,3 +127,11 @@ def test_a_checkpoint_alone_can_be_exported_where_one_says(tmp_path):
     path = write_checkpoint(tmp_path / "c", step=1, ranks=[{"weights/w": as_blob(torch.ones(2))}], values={})
     assert run("export", path, "--to", tmp_path / "out")[0] == 0
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_model_of_a_script_is_exported_by_the_script_and_its_weights_here(run_dir):
+    (run_dir / "recipe.toml").unlink()
+    code, _, error = run("export", run_dir, "--format", "onnx")
+    assert code == 2 and "no recipe is beside" in error and 'calls run.export(path, format="onnx")' in error
+    code, out, _ = run("export", run_dir)
+    assert code == 0 and (run_dir / "export-step-00000020" / "model.safetensors").is_file(), out

@@ -168,6 +168,16 @@ def accumulate(run):
             optimizer.zero_grad()
 
 
+def export(format, plain=None, **changed):
+    def write(run):
+        model, _ = set_up(run)
+        with tempfile.TemporaryDirectory() as folder:
+            path = changed.get("path", f"{folder}/out")
+            run.export(path, format=format, plain=model if plain == "itself" else plain)
+
+    return write
+
+
 def step_after_the_end(run):
     set_up(run)
     run.close()
@@ -210,6 +220,14 @@ def set_up_again(run):
         (unfreeze, r"parameter '0.weight' of Sequential was frozen in run\.setup .* group of its own with lr=0\.0"),
         (add_a_group, r"the SGD got parameters after run\.setup"),
         (accumulate, r"not added up over calls\. .* global_batch=, .* as micro_batch="),
+        (export("onxx"), "no format 'onxx'; did you mean 'onnx'"),
+        (export("torch-export"), r"which only the script can build: give plain=Linear\(\.\.\.\)"),
+        (export("torch-export", "itself"), "was given the Linear that is trained"),
+        (export("torch-export", 3), r"run\.export\(plain=3\) is no module"),
+        (export("torch-export", lambda: 3), r"run\.export\(plain=\) makes a int"),
+        (export("torch-export", nn.Linear(8, 4)), r"not built as the model that is trained.* size mismatch for weight"),
+        (export("safetensors", path=3), r"run\.export\(3\) is no path"),
+        (export("safetensors", path=tempfile.gettempdir()), "already exists; give another folder"),
         (step_after_the_end, "this run is over"),
         (keep_the_best_nowhere, "this run has no run_dir"),
         (load_a_pickle, "a file of torch.save, a pickle"),
