@@ -237,11 +237,11 @@ class Reporter:
         """Say what the loop is about to do, so that a hang can be explained."""
         self.clock.enter(phase, step)
 
-    def close(self) -> None:
-        """Flush and stop the writers: of loggers, those that answer within seconds."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """Flush and stop the writers: of loggers, those that answer within seconds, which are told of a run that failed."""
         if self.log is not None:
             self.log.close()
-        close_all(self.loggers)
+        close_all(self.loggers, has_failed=has_failed)
         self.loggers = []
 
 

@@ -27,11 +27,11 @@ _ELSEWHERE = {
 """Arguments of torch's ``DataLoader`` that a loader of a run does not take, and what says the same."""
 
 
-def read_options(dataset: Any, options: Mapping[str, Any]) -> LoaderOptions:
+def read_options(dataset: Any, options: Mapping[str, Any], global_batch: object) -> LoaderOptions:
     """What ``run.loader`` was given beside the dataset and the size of a batch.
 
     Raises:
-        RequestError: the dataset is a loader already, or an option is none.
+        RequestError: the dataset is a loader already, an option is none, or the size is missing.
     """
     if isinstance(dataset, DataLoader):
         raise RequestError(
@@ -41,7 +41,25 @@ def read_options(dataset: Any, options: Mapping[str, Any]) -> LoaderOptions:
     for name in options:
         if name not in known:
             raise RequestError(f"run.loader has no {name!r}; {_ELSEWHERE.get(name) or did_you_mean(name, known)}")
+    if global_batch is None:
+        raise RequestError(
+            "run.loader needs the size of a batch: global_batch= is the samples of a step over all replicas, on any number of "
+            "processes"
+        )
     return LoaderOptions(**options)
+
+
+def check_batch(given: object) -> None:
+    """Refuse what is no batch of a loader of a run.
+
+    Raises:
+        RequestError: says where batches come from.
+    """
+    if not isinstance(given, StepBatch):
+        raise RequestError(
+            f"a step takes a batch of run.loader(dataset, global_batch=...), and was given a {type(given).__name__}; iterate "
+            "over that loader, which takes the options of torch's DataLoader"
+        )
 
 
 def held_out(data: Any, loaders: "Sequence[RunLoader]") -> Source:

@@ -52,7 +52,7 @@ from shoal.launch.environments import attach_status, read_place
 from shoal.launch.processor import avoid_hidden_tiles
 from shoal.library.arguments import as_folder, as_loggers, as_section, check_evaluation, check_processor
 from shoal.library.detours import Detours
-from shoal.library.loader import RunLoader, held_out, read_options
+from shoal.library.loader import RunLoader, check_batch, held_out, read_options
 from shoal.library.process import (
     IS_RUNNING,
     OPEN,
@@ -198,12 +198,14 @@ class Run(SavedRun):
 
     # --- the parts
 
-    def loader(self, dataset: Any, global_batch: int, *, micro_batch: int | None = None, **options: Any) -> RunLoader:
+    def loader(
+        self, dataset: Any, global_batch: int | None = None, *, micro_batch: int | None = None, **options: Any
+    ) -> RunLoader:
         """Batches of a dataset in an order that is the same under every plan.
 
         Args:
             dataset: map-style or iterable, of ``(inputs, targets)`` pairs or dicts; or ``Splits``.
-            global_batch: samples per step, over all replicas.
+            global_batch: samples per step, over all replicas; there is no default.
             micro_batch: samples per forward pass; left out, as the plan says.
             options: those of ``LoaderOptions``, under the names of torch's ``DataLoader``: ``shuffle``, ``sampler``,
                 ``collate_fn``, ``num_workers``, ``drop_last`` and so on.
@@ -211,7 +213,7 @@ class Run(SavedRun):
         Raises:
             RequestError: the plan's replicas do not divide the batch, the dataset is none, or an option does not fit.
         """
-        wanted, train = read_options(dataset, options), self._config(global_batch, micro_batch)
+        wanted, train = read_options(dataset, options, global_batch), self._config(global_batch, micro_batch)
         made = RunLoader(
             dataset,
             resolved=resolve_plan(train, self.plan),
@@ -229,7 +231,7 @@ class Run(SavedRun):
         self._loaders.append(made)
         return made
 
-    def _config(self, global_batch: int, micro_batch: int | None = None) -> TrainConfig:
+    def _config(self, global_batch: int | None, micro_batch: int | None = None) -> TrainConfig:
         given = {"steps": 1, "global_batch": global_batch, "micro_batch": micro_batch, **self._train}
         return validate(TrainConfig, given, origin="shoal.Run")
 
@@ -321,12 +323,7 @@ class Run(SavedRun):
 
     def _pass(self, batch: StepBatch, model: nn.Module | None) -> tuple[ModelSetup, float]:
         """The gradient of a batch in its model, and its loss."""
-        given: object = batch
-        if not isinstance(given, StepBatch):
-            raise RequestError(
-                f"a step takes a batch of run.loader(dataset, global_batch=...), and was given a {type(given).__name__}; iterate "
-                "over that loader, which takes the options of torch's DataLoader"
-            )
+        check_batch(batch)
         if self._is_closed:
             raise RequestError("this run is over: steps are made inside `with shoal.Run(...)`, and before run.close()")
         self._begin()
@@ -493,7 +490,7 @@ class Run(SavedRun):
         if error is not None:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
             self._checkpoints = None
-            self._let_go()
+            self._let_go(has_failed=True)
             return
         self.close()
         if self.status == "interrupted":

@@ -337,13 +337,13 @@ class SavedRun(RunProcess):
             loader.load_state_dict(position)
         self._first_loss, self._samples = kept["first_loss"], kept["samples"]
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, has_failed: bool = False) -> None:
         """Threads, files and the signal, whatever else is broken."""
         for loader in self._loaders:
             loader.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
-        self._reporter.close()
+        self._reporter.close(has_failed=has_failed)
         self._is_closed = True
         IS_RUNNING.clear()
         OPEN.clear()

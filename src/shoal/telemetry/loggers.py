@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from shoal.core.errors import RequestError
-from shoal.core.events import Event
+from shoal.core.events import Event, RunEnded
 from shoal.telemetry.config import LogConfig
 from shoal.telemetry.eventlog import warn_on_stderr
 from shoal.telemetry.tensorboard import scalars
@@ -67,6 +67,8 @@ class LoggerThread:
         self.name = name
         self.dropped = 0
         """Events that were not taken because the queue was full, or the logger was off."""
+        self.status = "completed"
+        """How the run ended, as far as it said so."""
         self._warn = warn
         self._queue: deque[Event] = deque()
         self._is_off = False
@@ -76,6 +78,8 @@ class LoggerThread:
 
     def write(self, event: Event) -> None:
         """Queue an event. Never blocks and never raises."""
+        if isinstance(event, RunEnded):
+            self.status = event.status
         if self._is_off or len(self._queue) >= _CAPACITY:
             self.dropped += 1
         else:
@@ -105,6 +109,8 @@ class LoggerThread:
                 self._woken.wait(_LOOK_EVERY_S)
                 self._drain(logger)
             self._drain(logger)
+            if isinstance(logger, MLflowLogger | WandbLogger):
+                logger.status = self.status
             close = getattr(logger, "close", None)
             if callable(close):
                 close()
@@ -119,10 +125,12 @@ class LoggerThread:
                 logger.log(values, int(getattr(event, "step", 0)))
 
 
-def close_all(threads: Iterable[LoggerThread], *, within: float = CLOSE_WITHIN_S) -> None:
+def close_all(threads: Iterable[LoggerThread], *, within: float = CLOSE_WITHIN_S, has_failed: bool = False) -> None:
     """Close loggers, all at the same time, and wait for them so long at most."""
     threads = list(threads)
     for thread in threads:
+        if has_failed:
+            thread.status = "failed"
         thread.begin_to_close()
     deadline = time.monotonic() + within
     for thread in threads:

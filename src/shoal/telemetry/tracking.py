@@ -17,6 +17,8 @@ from shoal.telemetry.config import LogConfig
 _ID_FILE = "mlflow_run_id"
 _MOST_AT_ONCE = 1000
 """Metrics that MLflow takes in one call."""
+_MLFLOW_ENDS = {"completed": "FINISHED", "interrupted": "KILLED"}
+"""What MLflow calls a run that ended so; any other has FAILED."""
 
 
 class MLflowLogger:
@@ -35,6 +37,8 @@ class MLflowLogger:
         if uri.startswith("file:"):
             # MLflow refuses its store of plain files unless told; its databases need packages that its small edition has not.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self.status = "completed"
+        """How the run ended, once it has."""
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
         self._run_id = self._find_run(None if folder is None else Path(folder) / _ID_FILE, config.project, name)
@@ -63,8 +67,8 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, metrics=points[first : first + _MOST_AT_ONCE])
 
     def close(self) -> None:
-        """Mark the run as over."""
-        self._client.set_terminated(self._run_id, status="FINISHED")
+        """Mark the run as over, and how it ended."""
+        self._client.set_terminated(self._run_id, status=_MLFLOW_ENDS.get(self.status, "FAILED"))
 
 
 class WandbLogger:
@@ -78,6 +82,8 @@ class WandbLogger:
     """
 
     def __init__(self, config: LogConfig, *, folder: str, name: str, facts: Mapping[str, object]) -> None:
+        self.status = "completed"
+        """How the run ended, once it has."""
         self._wandb: Any = importlib.import_module("wandb")
         path = str(Path(folder).absolute())
         self._run: Any = self._wandb.init(
@@ -100,5 +106,5 @@ class WandbLogger:
 
     def close(self) -> None:
         """Write what is left, and end the process that writes it."""
-        self._run.finish()
+        self._run.finish(exit_code=int(self.status != "completed"))
         self._wandb.teardown()

@@ -146,7 +146,7 @@ class Trainer:
             if not recovers:  # Or whoever builds it gives it the state to go on from.
                 self._begin(resume=resume)
         except BaseException:
-            self.reporter.close()  # Its thread is nobody else's to end: there is no trainer to close.
+            self.reporter.close(has_failed=True)  # Its thread is nobody else's to end: there is no trainer to close.
             raise
 
     def _lay_out(self, model: nn.Module, loss: AnyLoss, hooks: list[Hook], stop: StopRequest | None) -> ParallelModel:
@@ -497,4 +497,4 @@ class Trainer:
             self.close()
         else:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
-            self.reporter.close()
+            self.reporter.close(has_failed=True)

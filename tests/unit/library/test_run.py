@@ -203,6 +203,9 @@ def set_up_again(run):
     ("mistake", "words"),
     [
         (lambda run: run.loader(DATA, 8, batch_size=4), "no 'batch_size'; global_batch= is the samples of a step"),
+        (lambda run: run.loader(DATA, batch_size=4), "no 'batch_size'; global_batch= is the samples of a step"),
+        (lambda run: run.loader(DATA), "needs the size of a batch: global_batch="),
+        (lambda run: next(shoal.EMA().whole_weights()), r"give it to run\.setup\(hooks="),
         (lambda run: run.loader(DATA, 8, generator=None), r"no 'generator'; .* shoal\.Run\(seed=\)"),
         (lambda run: run.loader(None, 8), "the dataset is a NoneType, which is no map-style dataset; give an object"),
         (lambda run: run.loader([], 8), "the dataset, a list, has 0 samples"),

@@ -7,7 +7,7 @@ import pytest
 
 from shoal import Run
 from shoal.core.errors import RequestError
-from shoal.core.events import Evaluated, StepDone
+from shoal.core.events import Evaluated, RunEnded, StepDone
 from shoal.telemetry import loggers
 from shoal.telemetry.config import LogConfig
 from shoal.telemetry.loggers import LoggerThread, check_loggers, close_all, open_named
@@ -76,15 +76,15 @@ def test_a_logger_whose_package_is_missing_is_refused_with_what_to_install(monke
         check_loggers(LogConfig(to=("mlflow", "mlflow")))
 
 
-def log_some(folder, config, steps):
+def log_some(folder, config, steps, *ends, has_failed=False):
     warned = []
     named = open_named(config, folder=str(folder), name="a run", facts={"plan": "dp=2", "train.seed": 1})
     threads = [LoggerThread(opener, name=name, warn=warned.append) for name, opener in named.items()]
     found = Evaluated(step=2, split="validation", loss=0.25, accuracy=None, samples=1, seconds=0.1, metrics={"f1": 0.5})
     for thread in threads:
-        for event in [*map(step, steps), found]:
+        for event in [*map(step, steps), found, *ends]:
             thread.write(event)
-    close_all(threads, within=60)
+    close_all(threads, within=60, has_failed=has_failed)
     assert warned == []
 
 
@@ -93,11 +93,17 @@ def test_mlflow_has_every_point_and_a_resumed_run_goes_on_in_the_same_one(tmp_pa
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
     config = LogConfig(to=("mlflow",))
-    log_some(tmp_path, config, [1, 2])
-    log_some(tmp_path, config, [3])
     client = tracking.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
-    assert run.info.run_name == "a run" and run.info.status == "FINISHED" and run.data.params["plan"] == "dp=2"
+    interrupted = RunEnded(status="interrupted", step=2, seconds=1.0)
+    for steps, ends, has_failed, status in (
+        ([1], [], True, "FAILED"),
+        ([2], [interrupted], False, "KILLED"),
+        ([3], [], False, "FINISHED"),
+    ):
+        log_some(tmp_path, config, steps, *ends, has_failed=has_failed)
+        (run,) = client.search_runs([client.get_experiment_by_name("shoal").experiment_id])
+        assert run.info.status == status
+    assert run.info.run_name == "a run" and run.data.params["plan"] == "dp=2"
     points = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in points] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert run.data.metrics["validation/f1"] == 0.5

@@ -147,8 +147,11 @@ class EMA(Hook):
         All ranks go through it together.
 
         Raises:
-            RunError: it is not attached to a model.
+            RequestError: it is not attached to a model.
         """
         if self._model is None:
-            raise RunError("the average has no weights before it is attached to a model: give it to Trainer as a hook")
+            raise RequestError(
+                "the average has no weights before it is attached to a model: give it to run.setup(hooks=[...]) in a "
+                "script, or to Trainer(hooks=[...])"
+            )
         return self._model.whole_weights({name: one.average for name, one in self._averaged.items()})
