@@ -15,6 +15,65 @@ _MOST_COLUMNS = 256
 """Names of phases, axes and logged values are whatever a file says; a file with more of them is not one of ours."""
 
 
+class Growing:
+    """One array that grows at its end: what is added costs what it is, however much there is already.
+
+    Args:
+        begin: what it begins with, which is not copied before something is added.
+    """
+
+    def __init__(self, begin: Column) -> None:
+        self._data, self.size = begin, len(begin)
+
+    def extend(self, values: Column) -> None:
+        """Add values at the end."""
+        size = self.size + len(values)
+        if size > len(self._data) or not self._data.flags.writeable:
+            grown = np.empty(max(size + size // 2, 64), self._data.dtype)
+            grown[: self.size] = self.values
+            self._data = grown
+        with np.errstate(invalid="ignore", over="ignore"):
+            self._data[self.size : size] = values
+        self.size = size
+
+    def cut(self, size: int) -> None:
+        """Forget what comes after so many."""
+        self.size = min(self.size, size)
+
+    @property
+    def values(self) -> Column:
+        """All of it, not copied."""
+        return self._data[: self.size]
+
+
+class Rows:
+    """Rows of a table from one on.
+
+    Args:
+        columns: all of them.
+        first: the first row.
+        rows: of the table.
+    """
+
+    def __init__(self, columns: Mapping[str, Growing], first: int, rows: int) -> None:
+        self._columns, self._first, self._rows = columns, first, rows
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return list(self._columns)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def column(self, name: str) -> Column:
+        """A column; of one that is not there, NaN."""
+        found = self._columns.get(name)
+        if found is None:
+            return _missing(np.dtype(np.float64), self._rows - self._first)
+        return found.values[self._first :]
+
+
 class Table:
     """Rows of numbers with named columns, which only grow."""
 
@@ -22,61 +81,56 @@ class Table:
         self.rows = 0
         self.left_out = 0
         """Columns that were refused, because there are too many."""
-        self._whole: dict[str, Column] = {}
-        """Columns up to the row where they were put together last."""
-        self._pieces: dict[str, list[Column]] = {}
+        self._columns: dict[str, Growing] = {}
 
     @property
     def names(self) -> list[str]:
         """Of the columns."""
-        return list(self._whole)
+        return list(self._columns)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._whole
+        return name in self._columns
 
     def append(self, columns: Mapping[str, Column], rows: int) -> None:
         """Add rows; a column that is known and not given is NaN, or 0 where it counts."""
         for name, values in columns.items():
-            if name not in self._whole:
-                if len(self._whole) >= _MOST_COLUMNS:
+            if name not in self._columns:
+                if len(self._columns) >= _MOST_COLUMNS:
                     self.left_out += 1
                     continue
-                self._whole[name] = _missing(values.dtype, 0)
-                self._pieces[name] = [_missing(values.dtype, self.rows)] if self.rows else []
-            self._pieces[name].append(values)
-        for name, pieces in self._pieces.items():
-            if name not in columns:
-                pieces.append(_missing(self._whole[name].dtype, rows))
+                self._columns[name] = Growing(_missing(values.dtype, self.rows))
+            self._columns[name].extend(values)
         self.rows += rows
+        for known in self._columns.values():
+            if known.size < self.rows:
+                known.extend(_missing(known.values.dtype, self.rows - known.size))
+
+    def since(self, first: int) -> Rows:
+        """The rows from one on."""
+        return Rows(self._columns, first, self.rows)
 
     def column(self, name: str) -> Column:
         """All rows of a column; of one that is not there, NaN."""
-        if name not in self._whole:
-            return _missing(np.dtype(np.float64), self.rows)
-        if self._pieces[name]:
-            dtype = self._whole[name].dtype
-            self._whole[name] = np.concatenate([self._whole[name], *self._pieces[name]], dtype=dtype, casting="unsafe")
-            self._pieces[name] = []
-        return self._whole[name]
+        return self.since(0).column(name)
 
     def last(self, name: str) -> float:
         """The newest value; NaN where there is none."""
-        for piece in reversed(self._pieces.get(name, ())):
-            if len(piece):
-                return float(piece[-1])
-        whole = self._whole.get(name)
-        return float(whole[-1]) if whole is not None and len(whole) else float("nan")
+        found = self._columns.get(name)
+        return float(found.values[-1]) if found is not None and found.size else float("nan")
 
     def arrays(self) -> dict[str, Column]:
         """All columns, whole."""
-        return {name: self.column(name) for name in self._whole}
+        return {name: known.values for name, known in self._columns.items()}
+
+    def rebase(self, arrays: Mapping[str, Column]) -> None:
+        """Keep the same values elsewhere: in pages of a file, which are not copied before a row is added."""
+        self._columns = {name: Growing(values) for name, values in arrays.items()}
 
     @classmethod
     def of(cls, arrays: Mapping[str, Column], rows: int) -> "Table":
         """A table that begins with these columns, which are not copied."""
         table = cls()
-        table._whole = dict(arrays)
-        table._pieces = {name: [] for name in arrays}
+        table.rebase(arrays)
         table.rows = rows
         return table
 

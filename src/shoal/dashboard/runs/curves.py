@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.dashboard.runs.columns import Table, rows_that_count
+from shoal.dashboard.runs.columns import Column, Growing, Rows, Table, rows_that_count
 from shoal.dashboard.runs.eventfile import EventFile
 from shoal.dashboard.runs.pyramid import Buckets, Floats, Pyramid
 
@@ -24,8 +23,8 @@ class CurveName:
     """Ranks differ in it."""
 
 
-def _ratio(above: str, below: str) -> Callable[[Table], Floats]:
-    def values(table: Table) -> Floats:
+def _ratio(above: str, below: str) -> Callable[[Table | Rows], Floats]:
+    def values(table: Table | Rows) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore"):
             found: Floats = table.column(above) / table.column(below)
         return found
@@ -33,18 +32,18 @@ def _ratio(above: str, below: str) -> Callable[[Table], Floats]:
     return values
 
 
-def _column(name: str) -> Callable[[Table], Floats]:
+def _column(name: str) -> Callable[[Table | Rows], Floats]:
     return lambda table: table.column(name).astype(np.float64, copy=False)
 
 
-def busy_seconds(table: Table) -> Floats:
+def busy_seconds(table: Table | Rows) -> Floats:
     """What a rank worked in each step: its seconds without those that it waited, for others or for data."""
     waits = [table.column(name) for name in table.names if name.startswith("wait:")]
     waited = np.nansum(waits, axis=0) if waits else 0.0
     return np.maximum(table.column("seconds") - waited - table.column("data_seconds"), 0.0)
 
 
-_STEP_CURVES: dict[str, tuple[str, bool, Callable[[Table], Floats]]] = {
+_STEP_CURVES: dict[str, tuple[str, bool, Callable[[Table | Rows], Floats]]] = {
     "loss": ("", False, _column("loss")),
     "learning_rate": ("", False, _column("lr")),
     "gradient_norm": ("", False, _column("grad_norm")),
@@ -78,7 +77,7 @@ _OF_THE_RUN = ("loss", "learning_rate", "gradient_norm", "tokens_per_s", "loss_s
 """What a worker of parameter servers does not know of the steps that it has shares of."""
 
 
-def _is_known(name: str, steps: Table) -> bool:
+def _is_known(name: str, steps: Table | Rows) -> bool:
     """False for what no event says: waiting times in older runs, and the norm where nobody has the whole gradient."""
     if name == "busy_seconds":
         return any(column.startswith("wait:") for column in steps.names)
@@ -141,22 +140,75 @@ def _table_values(file: EventFile, name: str) -> tuple[Table, Floats] | None:
     return None
 
 
-@dataclass(frozen=True)
 class Axis:
-    """Where the steps of a rank are on every axis: rows that count only."""
+    """Where the steps of a rank are on every axis, of rows that count only; it grows with them.
 
-    step: Floats
-    samples: Floats
-    tokens: Floats
-    time: Floats
-    rows: npt.NDArray[np.int64] | None
-    """Of the table; None for all."""
-    start: float
-    """When time is 0."""
+    Time counts from the begin of the first step and never goes back, whatever the clock did.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._columns = {name: Growing(np.empty(0)) for name in AXES}
+        self._rows: Growing | None = None
+        self._taken, self._latest = 0, -np.inf
+        self.start = 0.0
+        """When time is 0."""
+
+    def follow(self, table: Table) -> int:
+        """Take the rows that are new; how many that were there before still count as they did."""
+        same = len(self.step)
+        if self._taken == 0 and table.rows:
+            self.start = float(table.column("t")[0] - table.column("seconds")[0])
+        steps = table.since(self._taken).column("step")
+        last = self.step[-1] if same else -np.inf
+        if len(steps) and not (steps[0] > last and bool((steps[1:] > steps[:-1]).all())):
+            # Steps are done again: what was written beyond them does not count any more.
+            rows = rows_that_count(table.column("step"))
+            rows = np.arange(table.rows) if rows is None else rows
+            known = self.rows if self.rows is not None else np.arange(same)
+            most = min(len(known), len(rows))
+            differs = np.flatnonzero(known[:most] != rows[:most])
+            same = int(differs[0]) if len(differs) else most
+            self._begin()
+            self.start = float(table.column("t")[0] - table.column("seconds")[0])
+            self._rows = Growing(rows)
+            self._add(table.since(0), rows)
+        elif len(steps):
+            if self._rows is not None:
+                self._rows.extend(np.arange(self._taken, table.rows))
+            self._add(table.since(self._taken), None)
+        self._taken = table.rows
+        return same
+
+    def _add(self, fresh: Rows, rows: Column | None) -> None:
+        # Of rows as they were written: a clock that was set back holds time still until it is where it was.
+        times = np.maximum.accumulate(np.maximum(fresh.column("t"), self._latest))
+        self._latest = float(times[-1])
+        for name in AXES:
+            values = times if name == "time" else fresh.column(name)
+            values = (values if rows is None else values[rows]).astype(np.float64)
+            column = self._columns[name]
+            if name == "time":
+                values = np.maximum(values - self.start, 0.0)
+            elif name != "step":
+                values = np.cumsum(values) + (column.values[-1] if column.size else 0.0)
+            column.extend(values)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64] | None:
+        """Of the table; None for all."""
+        return None if self._rows is None else self._rows.values
+
+    @property
+    def step(self) -> Floats:
+        """The steps that count."""
+        return self.of("step")
 
     def of(self, name: str) -> Floats:
         """By the axis's name."""
-        found: Floats = getattr(self, name)
+        found: Floats = self._columns[name].values
         return found
 
     def at(self, steps: Floats, name: str) -> Floats:
@@ -170,34 +222,13 @@ class Axis:
         """The steps that were done at given times."""
         if not len(self.step):
             return np.zeros(len(times))
-        place = np.searchsorted(self.time, times - self.start, side="right")
+        place = np.searchsorted(self.of("time"), times - self.start, side="right")
         return np.where(place > 0, self.step[np.maximum(place - 1, 0)], 0.0)
-
-
-def axis_of(file: EventFile) -> Axis:
-    """The axes of a rank's steps. Time counts from its first step's begin and never goes back, whatever the clock did."""
-    table = file.timed
-    # A worker may have several shares of a step.
-    rows = rows_that_count(table.column("step"), repeats=table is not file.steps)
-
-    def pick(name: str) -> npt.NDArray[Any]:
-        values = table.column(name)
-        return values if rows is None else values[rows]
-
-    step = pick("step").astype(np.float64)
-    # Of rows as they were written: a clock that was set back holds time still until it is where it was.
-    time = np.maximum.accumulate(table.column("t")) if table.rows else np.empty(0)
-    time = time if rows is None else time[rows]
-    start = float(table.column("t")[0] - table.column("seconds")[0]) if table.rows else 0.0
-    return Axis(
-        step, np.cumsum(pick("samples"), dtype=np.float64), np.cumsum(pick("tokens"), dtype=np.float64),
-        np.maximum(time - start, 0.0), rows, start,
-    )  # fmt: skip
 
 
 @dataclass
 class Curve:
-    """A curve, kept with its buckets while more of it comes."""
+    """A curve with its buckets."""
 
     pyramid: Pyramid
     axes: dict[str, Floats]
@@ -211,8 +242,44 @@ class Curve:
         return places[middles] if len(middles) else np.empty(0), buckets, exact
 
 
+@dataclass
+class _Kept:
+    """A curve that was asked for, and of which rows it is."""
+
+    table: Table
+    rows: tuple[int, int]
+    """Of the table, and of the table of steps."""
+    curve: Curve | None
+    """None where no row has a value of this name."""
+    version: int = 0
+    """Of the axis, when it was put together."""
+
+
+class _KeptAxis:
+    """The axis of a table, and what has changed in it."""
+
+    def __init__(self, table: Table) -> None:
+        self.table, self.axis = table, Axis()
+        self._shortened: list[int] = []
+        """Of each time that rows were taken back, how many were not."""
+
+    def follow(self) -> None:
+        before = len(self.axis.step)
+        same = self.axis.follow(self.table)
+        if same < before:
+            self._shortened.append(same)
+
+    @property
+    def version(self) -> int:
+        return len(self._shortened)
+
+    def same_since(self, version: int, count: int) -> int:
+        """Of ``count`` values of a version, how many still stand where they stood."""
+        return min([count, *self._shortened[version:]])
+
+
 class Curves:
-    """The curves of a run that were asked for, put together once and prolonged.
+    """The curves of a run that were asked for, put together once and prolonged by what is new.
 
     Args:
         most: curves that are kept; the one that was asked for longest ago goes first.
@@ -220,59 +287,76 @@ class Curves:
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
-        self._kept: dict[tuple[str, int | None], tuple[tuple[object, int], Curve]] = {}
-        self._axes: dict[int | None, tuple[tuple[object, int], Axis]] = {}
+        self._kept: dict[tuple[str, int | None], _Kept] = {}
+        self._axes: dict[int | None, _KeptAxis] = {}
 
     def axis(self, file: EventFile) -> Axis:
         """The axes of a rank's steps."""
-        state = (file.timed, file.timed.rows)
+        return self._axis(file).axis
+
+    def _axis(self, file: EventFile) -> _KeptAxis:
         found = self._axes.get(file.rank)
-        if found is None or found[0] != state:
-            found = self._axes[file.rank] = (state, axis_of(file))
-        return found[1]
+        if found is None or found.table is not file.steps:
+            found = self._axes[file.rank] = _KeptAxis(file.steps)
+        found.follow()
+        return found
 
     def get(self, file: EventFile, name: str) -> Curve | None:
         """A curve of a rank; None where it has none of this name."""
         key = (name, file.rank)
-        is_of_steps = name in _STEP_CURVES or (name in file.timed and ":" in name)
+        is_of_steps = name in _STEP_CURVES or (name in file.steps and ":" in name)
         if is_of_steps:
-            table = file.timed
-            if not table.rows or not _is_known(name, table):
+            table = file.steps
+            if not table.rows:
                 return None
         else:
             found = _table_values(file, name)
             if found is None:
                 return None
             table = found[0]
-        state = (table, table.rows)
         known = self._kept.pop(key, None)
-        if known is None or known[0] != state:
-            old = known[1] if known is not None and known[0][0] is table else None
-            known = (state, self._put_together(file, name, is_of_steps, old))
+        if known is None or known.table is not table:
+            known = None
+        if known is None or known.rows != (table.rows, file.steps.rows):
+            known = self._of_steps(file, name, known) if is_of_steps else self._of_table(file, name)
         self._kept[key] = known
         while len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
-        return known[1]
+        return known.curve
 
-    def _put_together(self, file: EventFile, name: str, is_of_steps: bool, old: Curve | None) -> Curve:
+    def _of_steps(self, file: EventFile, name: str, known: _Kept | None) -> _Kept:
+        """A value for each step: those that are new are added to those that there are."""
+        rows = (file.steps.rows, file.steps.rows)
+        if (known is None or known.curve is None) and not _is_known(
+            name, file.steps.since(known.rows[0] if known is not None else 0)
+        ):
+            return _Kept(file.steps, rows, None)
+        kept = self._axis(file)
+        axis = kept.axis
+        pyramid = Pyramid() if known is None or known.curve is None else known.curve.pyramid
+        if known is not None and len(pyramid.values):
+            pyramid.shorten(kept.same_since(known.version, len(pyramid.values)))
+        values = _STEP_CURVES[name][2] if name in _STEP_CURVES else _column(name)
+        have = len(pyramid.values)
+        if axis.rows is None:
+            pyramid.extend(values(file.steps.since(have)))
+        elif have < len(axis.rows):
+            fresh = axis.rows[have:]
+            pyramid.extend(values(file.steps.since(int(fresh[0])))[fresh - fresh[0]])
+        return _Kept(file.steps, rows, Curve(pyramid, {each: axis.of(each) for each in AXES}), kept.version)
+
+    def _of_table(self, file: EventFile, name: str) -> _Kept:
+        """Values of a table of their own, placed by their steps."""
+        found = _table_values(file, name)
+        assert found is not None, "it was there a moment ago"
+        table, values = found
         axis = self.axis(file)
-        if is_of_steps:
-            values = _STEP_CURVES[name][2](file.timed) if name in _STEP_CURVES else _column(name)(file.timed)
-            values = values if axis.rows is None else values[axis.rows]
-            axes, counted = {each: axis.of(each) for each in AXES}, axis.rows
-        else:
-            found = _table_values(file, name)
-            assert found is not None, "it was there a moment ago"
-            table, values = found
-            # Whoever has no step of its own is placed by the clock.
-            steps = table.column("step") if "step" in table else axis.step_at(table.column("t"))
-            keep = np.flatnonzero(np.logical_not(np.isnan(values)) & np.isfinite(steps))
-            counted = rows_that_count(steps[keep], repeats=True)
-            keep = keep if counted is None else keep[counted]
-            values, steps = values[keep], steps[keep]
-            axes = {each: axis.at(steps, each) for each in AXES}
-        pyramid = old.pyramid if old is not None else Pyramid()
-        before = len(pyramid.values)
-        # Where no row was ever taken back, what was there is how the new values begin.
-        pyramid.replace(values, kept=before if counted is None else 0)
-        return Curve(pyramid, axes)
+        # Whoever has no step of its own is placed by the clock.
+        steps = table.column("step") if "step" in table else axis.step_at(table.column("t"))
+        keep = np.flatnonzero(np.logical_not(np.isnan(values)) & np.isfinite(steps))
+        counted = rows_that_count(steps[keep], repeats=True)
+        keep = keep if counted is None else keep[counted]
+        pyramid = Pyramid()
+        pyramid.extend(values[keep])
+        places = {each: axis.at(steps[keep], each) for each in AXES}
+        return _Kept(table, (table.rows, file.steps.rows), Curve(pyramid, places))

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shoal.dashboard.runs.columns import Growing
+
 Floats = npt.NDArray[np.float64]
 SIZES = (16, 256, 4096)
 
@@ -35,9 +37,6 @@ class _Sums:
     total: Floats
     good: npt.NDArray[np.int64]
     bad: npt.NDArray[np.int64]
-
-    def cut(self, first: int, last: int) -> "_Sums":
-        return _Sums(*(getattr(self, name)[first:last] for name in _NAMES))
 
     def group(self, size: int) -> "_Sums":
         """Each ``size`` neighbours as one; the last one may have fewer."""
@@ -68,22 +67,52 @@ def _joined(parts: list[_Sums]) -> _Sums:
     return _Sums(*(np.concatenate([getattr(part, name) for part in parts]) for name in _NAMES))
 
 
+class _Level:
+    """Buckets of one size, which grow at their end."""
+
+    def __init__(self) -> None:
+        empty = _of_values(np.empty(0))
+        self._columns = {name: Growing(getattr(empty, name)) for name in _NAMES}
+
+    def extend(self, sums: _Sums) -> None:
+        for name, column in self._columns.items():
+            column.extend(getattr(sums, name))
+
+    def cut(self, first: int, last: int) -> _Sums:
+        return _Sums(*(self._columns[name].values[first:last] for name in _NAMES))
+
+    def shorten(self, count: int) -> None:
+        for column in self._columns.values():
+            column.cut(count)
+
+
 class Pyramid:
     """Buckets of a curve, which may grow at its end."""
 
     def __init__(self) -> None:
-        self.values: Floats = np.empty(0)
-        self._levels = [_of_values(np.empty(0)) for _ in SIZES]
+        self._values = Growing(np.empty(0))
+        self._levels = [_Level() for _ in SIZES]
 
-    def replace(self, values: Floats, *, kept: int) -> None:
-        """Set the curve's values, of which the first ``kept`` are those of before."""
-        kept = min(kept, len(self.values), len(values))
-        for number, size in enumerate(SIZES):
-            whole, full = kept // size, len(values) // size
-            old = self._levels[number].cut(0, whole)
-            fresh = _of_values(values[whole * size : full * size]).group(size)
-            self._levels[number] = _joined([old, fresh])
-        self.values = values
+    @property
+    def values(self) -> Floats:
+        """The values themselves."""
+        found: Floats = self._values.values
+        return found
+
+    def extend(self, values: Floats) -> None:
+        """Add values at the end. What this costs is what is added."""
+        before = len(self.values)
+        self._values.extend(values)
+        for level, size in zip(self._levels, SIZES, strict=True):
+            first, last = before // size * size, len(self.values) // size * size
+            if last > first:
+                level.extend(_of_values(self.values[first:last]).group(size))
+
+    def shorten(self, count: int) -> None:
+        """Forget what comes after so many values."""
+        self._values.cut(count)
+        for level, size in zip(self._levels, SIZES, strict=True):
+            level.shorten(count // size)
 
     def cut(self, first: int, last: int, points: int) -> tuple[Buckets, npt.NDArray[np.int64], bool]:
         """At most about ``points`` buckets of the values from ``first`` to before ``last``.

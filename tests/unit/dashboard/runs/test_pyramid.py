@@ -8,7 +8,7 @@ from shoal.dashboard.runs.pyramid import Pyramid, finite_list
 
 def pyramid_of(values):
     made = Pyramid()
-    made.replace(np.asarray(values, float), kept=0)
+    made.extend(np.asarray(values, float))
     return made
 
 
@@ -53,7 +53,10 @@ def test_growing_is_as_if_all_had_been_there(seed):
     grown, at = Pyramid(), 0
     while at < len(values):
         before, at = at, min(at + int(draw.integers(1, 6000)), len(values))
-        grown.replace(values[:at], kept=before)
+        # Now and then some of it is taken back, and comes again.
+        back = int(draw.integers(0, before + 1)) if draw.random() < 0.3 else before
+        grown.shorten(back)
+        grown.extend(values[back:at])
     one, _, _ = grown.cut(3, 19_990, 50)
     other, _, _ = pyramid_of(values).cut(3, 19_990, 50)
     for name in ("low", "high", "bad"):
@@ -63,7 +66,8 @@ def test_growing_is_as_if_all_had_been_there(seed):
 
 def test_what_was_taken_back_is_gone():
     made = pyramid_of(np.full(10_000, 5.0))
-    made.replace(np.ones(5_000), kept=0)
+    made.shorten(0)
+    made.extend(np.ones(5_000))
     buckets, _, _ = made.cut(0, 5_000, 10)
     assert buckets.high.max() == 1.0
 
