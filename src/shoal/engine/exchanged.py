@@ -6,7 +6,31 @@ import torch
 
 from shoal.comm.trafficcounter import ExchangeMeter
 from shoal.comm.world import World
+from shoal.compression.exchange import CompressedSum
 from shoal.engine.model import ParallelModel
+from shoal.telemetry.measurements import ExchangeMeasured
+
+
+def measure_exchange(engine: ParallelModel, step: int) -> ExchangeMeasured | None:
+    """The same of this rank alone, while it trains, and how much it has not sent; None where there is nothing to tell."""
+    islands, exchange = engine.islands, engine.reduction.exchange
+    sums: CompressedSum | None
+    meter: ExchangeMeter
+    if islands is not None:
+        sums, meter = islands.sums, islands.meter
+    elif exchange is not None:
+        sums, meter = exchange.sums, exchange.sums.meter
+    else:
+        return None
+    unsent = {} if sums is None else sums.own_state()
+    kept = [tensor for what in ("residual", "unsent") for tensor in unsent.get(what, {}).values()]
+    norms = torch.stack([tensor.norm() for tensor in kept]) if kept else None
+    return ExchangeMeasured(
+        step=step,
+        sent_bytes=round(meter.num_bytes),
+        dense_bytes=round(meter.dense_bytes),
+        residual_norm=None if norms is None else float(norms.norm()),
+    )
 
 
 def summarise_exchange(engine: ParallelModel, world: World) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from shoal.core.events import (
 from shoal.core.rundir import RunDir
 from shoal.data.loading.loader import Loader
 from shoal.data.source import Source
+from shoal.engine.exchanged import measure_exchange
 from shoal.engine.forecast import forecast_run
 from shoal.engine.model import ParallelModel
 from shoal.randomness.dropout import DropoutKey
@@ -73,6 +74,7 @@ class Reporter:
         self.clock = StepClock(rank_status, spans_every=0 if self.log is None else config.spans_every)
         """Hears every phase that this rank enters, and passes it on to the supervisor."""
         self._traffic: TrafficCounter | None = None
+        self._engine: ParallelModel | None = None
         self.loggers: list[LoggerThread] = []
         self.validation_loss: float | None = None
         self.noise_scale: float | None = None
@@ -136,6 +138,7 @@ class Reporter:
         if self.log is not None and (forecast := forecast_run(engine, source, self.run_dir)) is not None:
             self.event(forecast)
         self._traffic = mesh.traffic
+        self._engine = engine
         self.clock.follow(mesh.traffic)
 
     def flush(self) -> None:
@@ -229,9 +232,11 @@ class Reporter:
         return measured
 
     def traffic(self, step: int) -> None:
-        """Record what has crossed between this rank and the others so far."""
+        """Record what has crossed between this rank and the others so far, and what was exchanged of gradients or weights."""
         if self._traffic is not None and self._traffic.totals:
             self.event(AxisTraffic(step=step, rows=self._traffic.rows()))
+        if self._engine is not None and (exchange := measure_exchange(self._engine, step)) is not None:
+            self.event(exchange)
 
     def enter(self, phase: str, step: int) -> None:
         """Say what the loop is about to do, so that a hang can be explained."""

@@ -215,6 +215,11 @@ class PushCompressor:
         parts = torch.split(residual, [piece.numel for piece in pieces])
         self._residual |= {piece.key: part.clone() for piece, part in zip(pieces, parts, strict=True)}
 
+    def residual_norm(self) -> float | None:
+        """Of what is kept; None where nothing is. A push that is under way replaces it by another, and changes none in place."""
+        kept = list(self._residual.values())
+        return float(torch.stack([tensor.norm() for tensor in kept]).norm()) if kept else None
+
     def num_kept(self, shard: int) -> int:
         """Elements of what is kept of a shard."""
         return self._codec.kept_numel(self._shards[shard])

@@ -52,6 +52,35 @@ class WorkDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueuesMeasured(Event):
+    """How long the queues of parameter servers are, by the server that leads the log."""
+
+    kind: ClassVar[str] = "queues"
+    step: int
+    """Steps that are done."""
+    todo: int
+    """Work units of steps that were begun, which nobody does yet."""
+    in_hand: int
+    """Work units that a worker does."""
+    waiting: int
+    """Gradients that are whole and wait for the others of their update."""
+    unapplied: int
+    """Updates that are closed and not in the weights here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeMeasured(Event):
+    """What this process has sent of gradients or weights since it began, and what plain sums would have been."""
+
+    kind: ClassVar[str] = "exchange"
+    step: int
+    sent_bytes: int
+    dense_bytes: int
+    residual_norm: float | None = None
+    """Of what a codec has not sent yet, on this rank; None where none keeps that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AxisTraffic(Event):
     """What has crossed between this rank and the others since its last ``run_started``."""
 
@@ -118,4 +147,12 @@ def _memory_of(page: Mapping[str, Any]) -> dict[str, int]:
     return state if peak is None else {**state, "other": max(0, int(peak) - sum(state.values()))}
 
 
-MEASUREMENTS: tuple[type[Event], ...] = (Spans, WorkDone, AxisTraffic, RankLocation, Forecast)
+MEASUREMENTS: tuple[type[Event], ...] = (
+    Spans,
+    WorkDone,
+    QueuesMeasured,
+    ExchangeMeasured,
+    AxisTraffic,
+    RankLocation,
+    Forecast,
+)

@@ -8,7 +8,16 @@ import pytest
 from shoal.comm.trafficcounter import TrafficCounter, waiting
 from shoal.core.events import StepDone
 from shoal.telemetry.eventlog import decode_events, encode_event
-from shoal.telemetry.measurements import MEASUREMENTS, AxisTraffic, Forecast, RankLocation, Spans, WorkDone
+from shoal.telemetry.measurements import (
+    MEASUREMENTS,
+    AxisTraffic,
+    ExchangeMeasured,
+    Forecast,
+    QueuesMeasured,
+    RankLocation,
+    Spans,
+    WorkDone,
+)
 from shoal.telemetry.statusboard import StatusBoard
 from shoal.telemetry.stepclock import MOST_SPANS, StepClock
 from support.processes.instruction_count import instructions
@@ -167,17 +176,22 @@ def test_files_of_earlier_releases_are_read_as_before():
     assert (dict(done.wait_seconds), dict(done.phases)) == ({}, {})
 
 
+KINDS = ("spans", "work", "queues", "exchange", "axis_traffic", "placed", "forecast")
+
+
 def test_new_events_are_read_back_and_torn_ones_are_passed_over():
     events = [
         Spans(step=2, begin=10.0, spans=[("cell", "2F0", 0.0, 0.5, 0)]),
         WorkDone(step=2, samples=4, seconds=0.5, data_seconds=0.1, wait_seconds={"workers": 0.2}, phases={"take": 0.2}),
+        QueuesMeasured(step=2, todo=1, in_hand=2, waiting=0, unapplied=3),
+        ExchangeMeasured(step=2, sent_bytes=10, dense_bytes=40, residual_norm=0.5),
         AxisTraffic(step=2, rows={"dp all_reduce": [1, 8, 0.5]}),
         RankLocation(host="a", device="cpu", local_rank=0, coordinates={"dp": 1}, threads=1, pid=7),
         Forecast(source="layout", bubble=None, memory_bytes={"0": {"weights": 5}}),
     ]
     assert {type(event) for event in events} == set(MEASUREMENTS)
     lines = [encode_event(event, rank=0, wall_time=1.0) for event in events]
-    assert [event["kind"] for event in decode_events(lines)] == ["spans", "work", "axis_traffic", "placed", "forecast"]
+    assert [event["kind"] for event in decode_events(lines)] == list(KINDS)
     assert [dict(event.as_dict()) for event in events] == [
         {
             key: value if key != "spans" else [tuple(row) for row in value]

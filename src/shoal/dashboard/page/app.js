@@ -37,7 +37,7 @@ function note(text) {
 function crumbs(...entries) {
 	const last = entries.length;
 	replace(path, [[t("runs"), "#/"], ...entries].map(([text, href], place) => [
-		place ? el("span.dim", { "aria-hidden": "true" }, "/") : null,
+		place ? el("span.dim!", "/") : null,
 		place < last && href ? el("a", { href }, text) : el("span", { "aria-current": "page" }, text)]));
 	document.title = last ? `${entries[last - 1][0]} · Shoal` : "Shoal";
 	path.setAttribute("aria-label", t("path"));
@@ -61,7 +61,7 @@ function showConnection(state, seconds = 0) {
 	link.className = `link ${state}`;
 	link.setAttribute("role", "status");
 	const text = { open: t("live"), away: t("away", { seconds: Math.round(seconds) }), refused: t("refused") }[state];
-	replace(link, el("span.dot", { "aria-hidden": "true" }), text);
+	replace(link, el("span.dot!"), text);
 }
 
 function turnTheme() {

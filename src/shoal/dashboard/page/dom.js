@@ -4,15 +4,16 @@ import { t } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** `what` is a tag with classes, as `span.dim`; then its attributes, if it has some, and what is in it. */
-export const el = (what, ...rest) => fill(document.createElement(what.split(".")[0]), what, rest);
+/** `what` is a tag with classes, as `span.dim`, and a `!` if it is only to be seen; then its attributes, if it has some, and what is in it. */
+export const el = (what, ...rest) => fill(document.createElement(what.split(/[.!]/)[0]), what, rest);
 
 export const svg = (what, ...rest) => fill(document.createElementNS(SVG, what.split(".")[0]), what, rest);
 
 const present = (children) => children.flat(9).filter((child) => child != null && child !== false);
 
 function fill(node, what, rest) {
-	const [, ...classes] = what.split(".");
+	const [, ...classes] = what.replace("!", "").split(".");
+	if (what.endsWith("!")) node.setAttribute("aria-hidden", "true");
 	const hasProps = rest[0] && typeof rest[0] === "object" && !Array.isArray(rest[0]) && !(rest[0] instanceof Node);
 	if (classes.length) node.setAttribute("class", classes.join(" "));
 	for (const [key, value] of Object.entries(hasProps ? rest.shift() : {})) {
@@ -110,7 +111,7 @@ const known = new Map();
 /** The colour that a variable of the style sheet has now, as canvas takes it. */
 export function colour(name) {
 	if (!known.has(name)) {
-		probe ??= document.body.appendChild(el("span.unseen", { "aria-hidden": "true" }));
+		probe ??= document.body.appendChild(el("span.unseen!"));
 		probe.style.color = `var(--${name})`;
 		known.set(name, getComputedStyle(probe).color);
 	}

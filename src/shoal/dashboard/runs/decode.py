@@ -165,6 +165,8 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "round": ("step", "round", "seconds", "distance"),
     "islands": ("step", "distance"),
+    "queues": ("step", "todo", "in_hand", "waiting", "unapplied"),
+    "exchange": ("step", "sent_bytes", "dense_bytes", "residual_norm"),
     "adapted": ("step", "rate_factor", "noise_scale", "batch", "progress"),
     "drift": ("step", "stability", "loss_shift"),
     "data_cache": (

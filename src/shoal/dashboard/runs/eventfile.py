@@ -13,7 +13,7 @@ from shoal.dashboard.runs.files import Cursor, Identity, Refused, open_inside, r
 
 _FIRST_EVENTS, _LAST_EVENTS = 1000, 4000
 _KEPT_BYTES = 4 << 20
-_FREQUENT = frozenset({"update", "work", "log", "data_cache", "memory", "round"})
+_FREQUENT = frozenset({"update", "work", "queues", "exchange", "log", "data_cache", "memory", "round"})
 """Kinds whose numbers are in tables; few of the events themselves are kept."""
 _FREQUENT_EVENTS = 200
 _MOST_NAMES = 1000

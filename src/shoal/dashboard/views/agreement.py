@@ -8,6 +8,7 @@ from shoal.dashboard.runs.columns import Table, as_number
 from shoal.dashboard.runs.pyramid import finite_list
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.views.plain import finite, text
+from shoal.dashboard.views.presence import began, presence
 
 _MOST_ROWS = 400
 _MOST_WORKERS = 256
@@ -24,7 +25,9 @@ def agreement_answer(run: Run) -> dict[str, Any]:
         "traffic": _worker_traffic(run),
         "dropped": _dropped(run),
         "cache": _cache(run),
-        "queues": None,
+        "queues": _queues(run),
+        "exchange": _exchange(run),
+        "presence": presence(run),
     }
 
 
@@ -123,11 +126,52 @@ def _newest(table: Table, column: str) -> list[float | int | None]:
     return finite_list(table.column(column)[-_MOST_ROWS:])
 
 
+def _queues(run: Run) -> dict[str, Any] | None:
+    """How long the queues of parameter servers were, by seconds since the run began, whichever server led the log then."""
+    tables = [file.tables["queues"] for file in run.ranks if "queues" in file.tables]
+    if not tables:
+        return None
+    t = np.concatenate([table.column("t") for table in tables])
+    order = np.argsort(t, kind="stable")[-_MOST_ROWS:]
+    found: dict[str, Any] = {"time": finite_list(np.round(t[order] - began(run), 3))}
+    for name in _QUEUES:
+        found[name] = finite_list(np.concatenate([table.column(name) for table in tables])[order])
+    return found
+
+
+_QUEUES = ("todo", "in_hand", "waiting", "unapplied")
+
+
+def _exchange(run: Run) -> dict[str, Any] | None:
+    """Of the first process that says it, by step: by how much less was sent than plain sums would have, and what is not sent."""
+    table = next((file.tables["exchange"] for file in run.ranks if "exchange" in file.tables), None)
+    if table is None:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = table.column("dense_bytes") / table.column("sent_bytes")
+    return {
+        "step": _newest(table, "step"),
+        "ratio": finite_list(ratio[-_MOST_ROWS:]),
+        "residual_norm": _newest(table, "residual_norm"),
+    }
+
+
 def _compression(run: Run) -> dict[str, Any] | None:
-    """What was sent beside what the same gradients are as they are, where workers said both."""
+    """What was sent beside what the same gradients are as they are, where ranks or workers said both."""
     name = run.plan.get("compress")
     if not isinstance(name, str):
         return None
+    tables = [file.tables["exchange"] for file in run.ranks if "exchange" in file.tables]
+    if tables:
+        # As they stood at the newest word of each: restarts begin again at 0, and their ratio is the same.
+        sent, dense = (sum(table.last(column) for table in tables) for column in ("sent_bytes", "dense_bytes"))
+        kept = sum(as_number(event.get("residual_bytes", 0)) for event in run.events("traffic"))
+        return {
+            "codec": text(name, 60),
+            "sent_bytes": finite(sent),
+            "dense_bytes": finite(dense),
+            "residual_bytes": finite(kept) if run.events("traffic") else None,
+        }
     events = run.events("traffic")
     residual = sum(as_number(event.get("residual_bytes", 0)) for event in events)
     sent = sum(as_number(event.get("pushed_bytes")) for event in events)

@@ -280,6 +280,20 @@ FINDERS: dict[str, Callable[[dict[str, Any]], tuple[str, Values] | None]] = {
 """By the kind of an event: its key and values; None for one that nobody has to read."""
 
 SILENT = frozenset(
-    {"step", "work", "spans", "memory", "update", "data_cache", "axis_traffic", "placed", "drift", "adapted", "islands"}
+    {
+        "step",
+        "work",
+        "queues",
+        "exchange",
+        "spans",
+        "memory",
+        "update",
+        "data_cache",
+        "axis_traffic",
+        "placed",
+        "drift",
+        "adapted",
+        "islands",
+    }
 )
 """Kinds that are numbers, which other views show."""

@@ -33,6 +33,11 @@ class WorkQueue:
         return self._opened * self.workers - len(self._todo) - len(self._doing)
 
     @property
+    def num_todo(self) -> int:
+        """Work units of opened steps that nobody does."""
+        return len(self._todo)
+
+    @property
     def next_step(self) -> int | None:
         """Step of the first work unit that nobody does; None when there is none left."""
         if self._todo:

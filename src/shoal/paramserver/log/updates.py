@@ -139,6 +139,16 @@ class UpdateLog:
         return len(self._units.in_hand())
 
     @property
+    def num_todo(self) -> int:
+        """Work units of steps that were begun, which nobody does."""
+        return self._units.num_todo
+
+    @property
+    def num_waiting(self) -> int:
+        """Gradients that wait for the others of their update."""
+        return len(self._pending)
+
+    @property
     def num_settled(self) -> int:
         """Work units that are in an update: done, and not waiting for one."""
         return self.num_done - sum(len(one.units) for one in self._pending)

@@ -100,7 +100,8 @@ class Client:
         self._cache_staleness = cache_staleness
         self._deadline = deadline_seconds
         self._attempt = attempt_seconds
-        self._num_pushes = 0
+        self.num_pushes = 0
+        """Gradients that were sent, or are being sent."""
         self._packer, self._compressor = packer, compressor
         assert packer is not None or not caches_cold, "who measures is who packs"
         self._caches_cold = caches_cold
@@ -112,6 +113,10 @@ class Client:
         self.versions = [-1] * len(self._spans)
         self.closed = 0
         """Updates that were closed when a push of this worker was committed last."""
+
+    def residual_norm(self) -> float | None:
+        """Of what the codec has not sent; None where there is none, or it keeps nothing. Callable from any thread."""
+        return None if self._compressor is None else self._compressor.residual_norm()
 
     async def take(self, held: Sequence[int] = ()) -> WorkUnit | None:
         """The next work unit; None when there is nothing more to do before what is held is committed, if anything is.
@@ -173,7 +178,7 @@ class Client:
         Raises:
             GradientRefused: it is not finite, or not of this model.
         """
-        number, self._num_pushes = self._num_pushes, self._num_pushes + 1
+        number, self.num_pushes = self.num_pushes, self.num_pushes + 1
         assert len(read) == len(self._spans), f"{len(read)} versions for {len(self._spans)} shards"
         encoded: Sequence[tuple[Packed, Tensor]] | None = None
         if self._compressor is not None:

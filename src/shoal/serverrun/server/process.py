@@ -131,6 +131,7 @@ async def _serve(
         while not following.done():
             contact.check()
             await asyncio.wait([following, server.failure], timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+            recorder.look(server)
             if server.failure.done():
                 server.failure.result()
             is_needed = any(server.is_primary(shard) for shard in server.replicas)

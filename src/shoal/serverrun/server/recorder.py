@@ -30,11 +30,14 @@ from shoal.serverrun.notices import describe_refusal, describe_rollback
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.server.checkpointing import LOG_KEY, ServerCheckpointer
 from shoal.serverrun.server.source import ShardSource, ends_the_run
+from shoal.telemetry.measurements import QueuesMeasured
 from shoal.trainer.progress import Progress
 from shoal.trainer.samedata import data_values
 
 _UNTOLD = 64
 """Steps and updates that a server remembers in case it becomes the one to tell of them."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at the queues."""
 
 
 class ServerRecorder:
@@ -45,6 +48,7 @@ class ServerRecorder:
         self._source = source
         self._reporter = reporter
         self._expected: Counted | None = None
+        self._looked = -math.inf
         self._saver = ServerCheckpointer(
             spec.kept_dir,
             config=spec.recipe.checkpoint,
@@ -94,6 +98,23 @@ class ServerRecorder:
         )
         self._reporter.event(refused)
         print(describe_refusal(refused.as_dict()), file=sys.stderr, flush=True)
+
+    def look(self, server: Server) -> None:
+        """Write down how long the queues are, on the server that leads the log, and not more often than is worth it."""
+        now = time.monotonic()
+        if server.log_leader is None or now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        log = server.log_leader.command_log.update_log
+        self._reporter.event(
+            QueuesMeasured(
+                step=self._reported,
+                todo=log.num_todo,
+                in_hand=log.num_in_hand,
+                waiting=log.num_waiting,
+                unapplied=max(0, log.closed - server.version),
+            )
+        )
 
     async def take_update(self, server: Server, made: Update, cut: str | None) -> None:
         """An update is applied to every shard here."""

@@ -2,6 +2,7 @@
 gradient."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -26,7 +27,10 @@ from shoal.serverrun.process import ProcessSpec, introduction, open_finder, open
 from shoal.serverrun.pushes import push_codec
 from shoal.serverrun.worker.shares import ShareResult
 from shoal.serverrun.worker.worktimes import WorkTimes
+from shoal.telemetry.measurements import ExchangeMeasured
 
+_TELL_SECONDS = 1.0
+"""Between two words of what was sent."""
 Brought = TypeVar("Brought")
 
 
@@ -105,6 +109,7 @@ class ServerConnection:
         self._spec = spec
         self._worker = worker
         self._times = worker.times
+        self._told = -math.inf
         self.landing = worker.flat.weights if landing is None else landing
         """The servers' weights, as pulled last."""
         self.identity = spec.instance_id
@@ -179,7 +184,20 @@ class ServerConnection:
             unit = asked.result()
         if unit is not None:
             self._times.begin(unit.step + 1)
+            self._tell_exchange(unit.step)
         return unit
+
+    def _tell_exchange(self, step: int) -> None:
+        """Say how much went over for which gradients, now and then."""
+        client, now = self.client, time.monotonic()
+        if not client.num_pushed_bytes or now - self._told < _TELL_SECONDS:
+            return
+        self._told = now
+        dense = client.num_pushes * self._worker.flat.gradient.nbytes
+        norm = client.residual_norm()
+        self._times.tell(
+            ExchangeMeasured(step=step, sent_bytes=client.num_pushed_bytes, dense_bytes=dense, residual_norm=norm)
+        )
 
     def pull(self, need: int, bound: int | None = None) -> Read:
         """Newer weights; what they are. See ``Client.pull``."""

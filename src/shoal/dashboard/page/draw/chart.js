@@ -64,7 +64,7 @@ export class Chart {
 		const near = (this.ticks ?? []).filter((one) => at !== null && Math.abs(this.plot.leftOf(one.x) - this.plot.leftOf(x)) < 5);
 		replace(this.readout, el("span.at", x === null ? t("last") : xText(x, this.x)), this.lines.map((one) => {
 			const place = at === null ? lastPlace(one.mean) : nearest(one.x, x);
-			const name = this.lines.length > 1 ? [el("span.key", { style: { background: lineColour(one.place) }, "aria-hidden": "true" }), dim(one.label), " "] : null;
+			const name = this.lines.length > 1 ? [el("span.key!", { style: { background: lineColour(one.place) } }), dim(one.label), " "] : null;
 			const [low, high, mean, smooth, bad] = ["min", "max", "mean", "smooth", "bad"].map((column) => one[column]?.[place] ?? null);
 			if (mean === null && !bad) return null;
 			return el("span", name, mean === null ? null : el("b", { title: exact(mean), "data-x": exact(one.x[place]), "data-value": exact(mean) }, at === null ? inUnit(mean, this.unit) : precise(mean, this.unit)),

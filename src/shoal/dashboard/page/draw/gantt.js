@@ -29,7 +29,7 @@ export class Gantt {
 	/** `rows` are [{label, spans}]; `onpick(row, place)` hears of a click, `onrange(from, to)` of a drag. */
 	constructor({ title, onpick, onrange }) {
 		Object.assign(this, { rows: [], range: [0, 1], picked: null });
-		this.canvas = el("canvas", { "aria-hidden": "true" });
+		this.canvas = el("canvas!");
 		this.node = el("div.gantt", { tabindex: 0, role: "group", "aria-label": title });
 		this.node.append(this.canvas);
 		this.unwatch = whenSized(this.node, (width) => { this.width = width; this.draw(); });

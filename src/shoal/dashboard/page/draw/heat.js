@@ -25,7 +25,7 @@ export class Heat {
 	/** `onhover(rank place, bin)` hears where one points, or null. */
 	constructor({ title, onhover, onpick }) {
 		Object.assign(this, { levels: [], ranks: [], bins: [], at: null });
-		this.canvas = el("canvas", { "aria-hidden": "true" });
+		this.canvas = el("canvas!");
 		this.node = el("div.heat", { tabindex: 0, role: "group", "aria-label": title }, this.canvas);
 		this.unwatch = whenSized(this.node, (width) => { this.width = width; this.draw(); });
 		const point = (at) => { this.at = at; this.draw(); onhover(at); };

@@ -25,8 +25,8 @@ export class Plot {
 	/** `hovered(x or null)` hears of the cursor and `zoomed(from, to)` of a drag; `group` names the charts that share a cursor. */
 	constructor(place, { height, group, hovered, zoomed }) {
 		Object.assign(this, { place, height, group, hovered, zoomed, cursor: null, drag: null });
-		this.under = el("canvas", { "aria-hidden": "true" });
-		this.over = el("canvas.over", { "aria-hidden": "true" });
+		this.under = el("canvas!");
+		this.over = el("canvas.over!");
 		place.append(this.under, this.over);
 		this.unwatch = whenSized(place, (width) => { this.width = width; this.draw(); });
 		if (!groups.has(group)) groups.set(group, new Set());

@@ -8,7 +8,7 @@ export const GLYPHS = { running: "▶", completed: "✓", interrupted: "‖", fa
 const ORDER = { failed: 0, silent: 1, running: 2, interrupted: 3, completed: 4 };
 
 export function pill(status) {
-	return el("span", { class: `pill ${status}` }, el("span", { "aria-hidden": "true" }, GLYPHS[status] ?? "·"), t(`status.${status}`));
+	return el("span", { class: `pill ${status}` }, el("span!", GLYPHS[status] ?? "·"), t(`status.${status}`));
 }
 
 export function spark(values, width = 96, height = 22) {
@@ -34,7 +34,7 @@ function culprit(row) {
 function progress(row) {
 	const share = row.total_steps ? Math.min(1, row.step / row.total_steps) : 0;
 	return [el("span", integer(row.step), row.total_steps ? dim(` / ${integer(row.total_steps)}`) : null),
-		row.total_steps ? el("span.bar", { "aria-hidden": "true" }, el("span", { style: { width: `${share * 100}%` } })) : null];
+		row.total_steps ? el("span.bar!", el("span", { style: { width: `${share * 100}%` } })) : null];
 }
 
 // key, how a cell looks, what is sorted by, and whether it is a number (then the largest first).
@@ -135,7 +135,7 @@ export function overview(app) {
 		const counts = {};
 		for (const row of app.rows.values()) counts[row.status] = (counts[row.status] ?? 0) + 1;
 		replace(chips, ["", ...Object.keys(ORDER).filter((key) => counts[key] || filter.status === key)].map((key) =>
-			button([key ? el("span", { class: `glyph ${key}`, "aria-hidden": "true" }, GLYPHS[key]) : null, key ? t(`status.${key}`) : t("all"), el("span.count", key ? counts[key] ?? 0 : app.rows.size)],
+			button([key ? el("span!", { class: `glyph ${key}` }, GLYPHS[key]) : null, key ? t(`status.${key}`) : t("all"), el("span.count", key ? counts[key] ?? 0 : app.rows.size)],
 				() => { filter.status = key; list(); }, { class: "chip", "data-status": key, "aria-pressed": String((filter.status ?? "") === key) })));
 	}
 
@@ -169,7 +169,7 @@ export function overview(app) {
 	const kinds = select(t("filter.kind"), [["", t("kind.all")], ...["training", "servers", "simulated"].map((one) => [one, t(`kind.${one}`)])], filter.kind ?? "", (value) => { filter.kind = value; list(); });
 	const node = el("div.overview", {},
 		el("h1.unseen", t("runs")),
-		el("div.bar-tools", el("div.searchbox", search, el("kbd", { "aria-hidden": "true" }, "/")), chips, kinds, el("span.room"), picked, count),
+		el("div.bar-tools", el("div.searchbox", search, el("kbd!", "/")), chips, kinds, el("span.room"), picked, count),
 		above,
 		el("div.scroll.runs", { role: "region", "aria-label": t("runs"), tabindex: -1 }, el("table.runs", el("caption.unseen", t("runs")),
 			el("thead", el("tr", el("td.c-box", every), heads)), body)),

@@ -56,7 +56,7 @@ export function ranks(app, run) {
 	function paint() {
 		heat.show({ levels: ratios(answer, measure).map((row) => row.map((one) => levelOf(measure, one))), ranks: answer.ranks, bins: answer.bins });
 		const isShare = MEASURES[measure] === "share";
-		replace(legend, el("span", isShare ? "0%" : `${RATIO[0]} ×`), el("span.ramp", { "aria-hidden": "true", style: { background: `linear-gradient(to right, ${[isShare ? 0.5 : 0, isShare ? 0.75 : 0.5, 1].map(heatColour).join(",")})` } }),
+		replace(legend, el("span", isShare ? "0%" : `${RATIO[0]} ×`), el("span.ramp!", { style: { background: `linear-gradient(to right, ${[isShare ? 0.5 : 0, isShare ? 0.75 : 0.5, 1].map(heatColour).join(",")})` } }),
 			el("span", isShare ? percent(SHARE, 0) : `${RATIO[1]} ×`), dim(t(`over.${MEASURES[measure]}`)));
 		hover(null);
 	}
@@ -96,7 +96,7 @@ function mean(values) {
 const signed = (share) => `${share > 0 ? "+" : ""}${percent(share)}`;
 
 function meter(share, kind) {
-	return el("span", { class: `meter ${kind}`, "aria-hidden": "true" }, el("span", { style: { width: `${Math.max(0, Math.min(1, share)) * 100}%` } }));
+	return el("span!", { class: `meter ${kind}` }, el("span", { style: { width: `${Math.max(0, Math.min(1, share)) * 100}%` } }));
 }
 
 /** The busiest first, as the server has them: 1 is as busy as the others are. */
@@ -115,7 +115,7 @@ function scores(answer) {
 	return card(t("scores"), null, el("p.dim", t("scores.why")), phases.length ? legend(phases.map((phase, which) => [phase, `line-${which % 10}`])) : null, table(t("scores"), columns, rows, { "data-table": "scores" }));
 }
 
-const swatch = (name) => el("span.swatch", { style: { background: `var(--${name})` }, "aria-hidden": "true" });
+const swatch = (name) => el("span.swatch!", { style: { background: `var(--${name})` } });
 const legend = (entries) => el("ul.legend", entries.map(([text, name]) => el("li", swatch(name), text)));
 
 /** Parts [text, value, colour] in one bar. */

@@ -25,7 +25,7 @@ export function journal(app, run) {
 		replace(more, next === null ? null : button(t("more"), () => load(next)));
 	}
 
-	const tools = el("div.bar-tools", el("div.searchbox", search, el("kbd", { "aria-hidden": "true" }, "/")),
+	const tools = el("div.bar-tools", el("div.searchbox", search, el("kbd!", "/")),
 		segments(t("level"), [["", t("all")], ...["warning", "error"].map((one) => [one, t(`level.${one}`)])], "", (value) => { state.level = value; load(); }));
 	const logs = logViewer(app, run);
 	const node = el("div.journal", {},

@@ -45,7 +45,7 @@ export function timeline(app, run, { query, onquery }) {
 		replace(tools, icon("‹", t("step.before"), () => turn(-1), { id: "step-before", disabled: place <= 0 }),
 			select(t("column.step"), steps.map((one) => [one, t("step.of", { step: integer(one) })]), String(step), (value) => { step = Number(value); load().catch(failed); }, { id: "step" }),
 			icon("›", t("step.after"), () => turn(1), { id: "step-after", disabled: place < 0 || place >= steps.length - 1 }),
-			el("ul.legend", LEGEND.filter((kind) => usedKinds(answer).has(kind)).map((kind) => el("li", el(/comm|wait/.test(kind) ? "span.swatch.striped" : "span.swatch", { "aria-hidden": "true", style: { "background-color": `var(--k-${kind})` } }), t(`k.${kind}`)))),
+			el("ul.legend", LEGEND.filter((kind) => usedKinds(answer).has(kind)).map((kind) => el("li", el(/comm|wait/.test(kind) ? "span.swatch.striped!" : "span.swatch!", { style: { "background-color": `var(--k-${kind})` } }), t(`k.${kind}`)))),
 			el("span.room"), el("span", { id: "unzoom" }), answer.residual_s == null ? null : dim(t("residual", { seconds: seconds(answer.residual_s) })),
 			answer.left_out ? dim(t("left.out", { count: integer(answer.left_out) })) : null);
 	}

@@ -142,7 +142,7 @@ export function wall(app, { runs, curves, ranks = [], query = new URLSearchParam
 
 /** A run's line in a legend: its colour and its dashes. */
 export function stroke(place) {
-	const canvas = el("canvas", { width: 48, height: 8, class: "stroke", "aria-hidden": "true" });
+	const canvas = el("canvas!", { width: 48, height: 8, class: "stroke" });
 	const context = canvas.getContext("2d");
 	context.strokeStyle = lineColour(place);
 	context.lineWidth = 4;
