@@ -6,24 +6,43 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a dashboard is.
+
+    Args:
+        host: of the server.
+        port: of the server.
+        entrance: the path with the code, which works once.
+    """
+
+    host: str
+    port: int
+    entrance: str
+
+    @property
+    def base(self) -> str:
+        """Its first page."""
+        return f"http://{self.host}:{self.port}"
 
 
 class Dash:
     """A browser, as far as the server can tell.
 
     Args:
-        host: of the server.
-        port: of the server.
-        entrance: the address with the code.
+        address: of the server.
     """
 
-    def __init__(self, host: str, port: int, entrance: str) -> None:
-        self.host, self.port = host, port
-        self._connection = http.client.HTTPConnection(host, port, timeout=120)
-        self._connection.request("GET", entrance)
+    def __init__(self, address: Address) -> None:
+        self.host, self.port = address.host, address.port
+        self._connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        self._connection.request("GET", address.entrance)
         answer = self._connection.getresponse()
         answer.read()
         self.cookie = str(answer.getheader("set-cookie")).partition(";")[0]
@@ -42,7 +61,7 @@ class Dash:
 
 
 class Listening:
-    """A client of the stream: when it first heard of each step."""
+    """A client of the stream: when it first heard of each step, by wall time."""
 
     def __init__(self, dash: Dash) -> None:
         self.at: dict[int, float] = {}
@@ -60,7 +79,7 @@ class Listening:
                 if line.startswith(b"data: "):
                     content = json.loads(line[6:])
                     for step, _ in content.get("curves", {}).get("loss", ()):
-                        self.at.setdefault(int(step), time.monotonic())
+                        self.at.setdefault(int(step), time.time())
         except (OSError, ValueError):
             pass
 
