@@ -63,7 +63,7 @@ class QueuesMeasured(Event):
     in_hand: int
     """Work units that a worker does."""
     waiting: int
-    """Gradients that are whole and wait for the others of their update."""
+    """Work units whose gradients are whole and wait for the others of their update."""
     unapplied: int
     """Updates that are closed and not in the weights here."""
 

@@ -94,7 +94,8 @@ class UpdateLog:
         """What whoever makes the steps from outside has to remember (``advance``)."""
         self.num_duplicates = 0
         self.num_dropped = 0
-        self._units = WorkQueue(workers=workers, steps=steps)
+        self.units = WorkQueue(workers=workers, steps=steps)
+        """Changed here alone."""
         self._members: dict[str, Member] = {}
         self._gone: list[str] = []
         self._pending: list[PushRecord] = []
@@ -111,7 +112,7 @@ class UpdateLog:
     @property
     def is_finished(self) -> bool:
         """True when every work unit is done and in an update."""
-        return self._units.is_over and not self._pending
+        return self.units.is_over and not self._pending
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -126,27 +127,17 @@ class UpdateLog:
     @property
     def steps(self) -> int:
         """Of the whole run."""
-        return self._units.steps
+        return self.units.steps
 
     @property
     def num_done(self) -> int:
         """Work units that are done, of ``steps * workers``."""
-        return self._units.num_done
+        return self.units.num_done
 
     @property
     def num_in_hand(self) -> int:
         """Work units that somebody does."""
-        return len(self._units.in_hand())
-
-    @property
-    def num_todo(self) -> int:
-        """Work units of steps that were begun, which nobody does."""
-        return self._units.num_todo
-
-    @property
-    def num_waiting(self) -> int:
-        """Gradients that wait for the others of their update."""
-        return len(self._pending)
+        return len(self.units.in_hand())
 
     @property
     def num_settled(self) -> int:
@@ -197,7 +188,7 @@ class UpdateLog:
             return NOTHING
         self._gone.append(worker)
         del self._gone[: -members.GONE_KEPT]
-        freed = self._units.release(worker, self._units.held_by(worker))
+        freed = self.units.release(worker, self.units.held_by(worker))
         return self._settle(freed=freed)
 
     def take(self, worker: str, now: float, held: Collection[int] | None = None) -> Taken:
@@ -212,7 +203,7 @@ class UpdateLog:
         member = self._members.get(worker)
         if member is None:
             return Refused(reason=f"worker {worker} is not a member; join first")
-        own = self._units.held_by(worker)
+        own = self.units.held_by(worker)
         lost = [] if held is None else [unit for unit in own if unit not in held]
         if lost:
             return self._unit(lost[0], member)
@@ -223,10 +214,10 @@ class UpdateLog:
         if self.num_settled < self.warm_start and member.index > min(one.index for one in self._members.values()):
             text = f"the warm start: {self.num_settled} of {self.warm_start} work units of the first worker are in an update"
             return Wait(reason=text, must_commit=bool(own))
-        step = self._units.next_step
+        step = self.units.next_step
         if step is not None and consistency.may_take(self.rule, step, self.closed):
             reserved = self.own_shares.reserved([one.index for one in self._members.values()], now)
-            unit = self._units.give(worker, member.index, now, reserved)
+            unit = self.units.give(worker, member.index, now, reserved)
             text = f"the workers that the rest of step {step} belongs to"
             return Wait(reason=text, until=self.own_shares.until(now)) if unit is None else self._unit(unit, member)
         return self._nothing_to_take(worker, member, own, now)
@@ -247,7 +238,7 @@ class UpdateLog:
         problem = self._problem(push)
         if problem is not None:
             return Refused(reason=problem, change=self._give_up(push, members.REFUSED, release=False))
-        if any(self._units.is_done(unit) for unit in push.units):
+        if any(self.units.is_done(unit) for unit in push.units):
             self.num_duplicates += 1
             return Duplicate(change=self._give_up(push, members.DUPLICATE))
         tau = consistency.age(self.rule, push, workers=self.workers, closed=self.closed)
@@ -257,7 +248,7 @@ class UpdateLog:
         number = consistency.update_of(self.rule, push, workers=self.workers, closed=self.closed)
         self._members[worker] = member.timed(self._seconds_each(push, now)).remember(push.number, number)
         for unit in push.units:
-            self._units.finish(unit)
+            self.units.finish(unit)
         self._pending.append(push)
         if self._first_arrival is None:
             self._first_arrival = now
@@ -266,7 +257,7 @@ class UpdateLog:
     @property
     def has_units_under_way(self) -> bool:
         """Steps are made of work units here, or some are still to do: no program on the shards can make the next step."""
-        return self.rule.kind != "lbfgs" or not self._units.is_idle
+        return self.rule.kind != "lbfgs" or not self.units.is_idle
 
     def advance(self, made: PushRecord, memory: str) -> Change:
         """A step was made by programs on the shards (L-BFGS): an update without pushes, and what its maker remembers.
@@ -277,7 +268,7 @@ class UpdateLog:
         """
         if made.number != self.closed or self.is_finished:
             return NOTHING
-        self._units.pass_over()
+        self.units.pass_over()
         self.memory = memory
         record = Update(
             number=made.number,
@@ -301,7 +292,7 @@ class UpdateLog:
 
     def rebase(self, now: float) -> None:
         """The update log has a new log leader whose clock shows ``now``: every wait begins again."""
-        self._units.rebase(now)
+        self.units.rebase(now)
         if self._first_arrival is not None:
             self._first_arrival = now
         self.own_shares.rebase(now)
@@ -313,7 +304,7 @@ class UpdateLog:
         """
         for one in self._pending:
             for unit in one.units:
-                self._units.reopen(unit)
+                self.units.reopen(unit)
         self._pending, self._unused, self._first_arrival = [], [], None
         for worker in list(self._members):
             self.leave(worker, now)
@@ -338,7 +329,7 @@ class UpdateLog:
             "memory": self.memory,
             "duplicates": self.num_duplicates,
             "dropped": self.num_dropped,
-            "portions": self._units.export(),
+            "portions": self.units.export(),
             "members": msgspec.to_builtins(dict(sorted(self._members.items()))),
             "gone": list(self._gone),
             "pending": msgspec.to_builtins(self._pending),
@@ -367,7 +358,7 @@ class UpdateLog:
         update_log.own_shares = OwnShares.restore(data.get("own_shares", {}), units.workers)
         if "receipts" in data:
             update_log.receipts = UnitReceipts.restore(data["receipts"])
-        update_log._units = units
+        update_log.units = units
         update_log._members = msgspec.convert(data["members"], dict[str, Member])
         update_log._gone = list(data["gone"])
         update_log._pending = msgspec.convert(data["pending"], list[PushRecord])
@@ -391,8 +382,8 @@ class UpdateLog:
 
     def _busy(self, below: int | None = None) -> tuple[str, ...]:
         """The workers that have work units in hand (of steps under ``below``)."""
-        in_hand = [one for one in self._units.in_hand() if below is None or one // self.workers < below]
-        return tuple(sorted({worker for unit in in_hand for worker in self._units.holders(unit)}))
+        in_hand = [one for one in self.units.in_hand() if below is None or one // self.workers < below]
+        return tuple(sorted({worker for unit in in_hand for worker in self.units.holders(unit)}))
 
     def _nothing_to_take(self, worker: str, member: Member, own: list[int], now: float) -> Taken:
         if own and self.rule.push_every > 1:
@@ -402,11 +393,11 @@ class UpdateLog:
         if self.duplicate_after is not None and not own:
             slow, until = self._slow_unit(worker, self.duplicate_after, now)
             if slow is not None:
-                self._units.share(worker, slow, now)
+                self.units.share(worker, slow, now)
                 return self._unit(slow, member)
-        step = self._units.next_step
+        step = self.units.next_step
         if step is None:
-            reason = f"the last work units to be committed: {len(self._units.in_hand())} are in hand"
+            reason = f"the last work units to be committed: {len(self.units.in_hand())} are in hand"
             return Wait(reason=reason, on=self._busy(), until=until)
         need = consistency.needs(self.rule, step)
         reason = f"update {need - 1} to close: step {step} needs version {need}, and {self.closed} updates are closed"
@@ -415,17 +406,17 @@ class UpdateLog:
     def _slow_unit(self, worker: str, multiple: float, now: float) -> tuple[int | None, float | None]:
         """The first work unit that one other has had in hand for too long; or when there will be one."""
         times = [member.step_seconds for member in self._members.values() if member.num_timed]
-        single = [unit for unit in self._units.in_hand() if len(self._units.holders(unit)) == 1]
+        single = [unit for unit in self.units.in_hand() if len(self.units.holders(unit)) == 1]
         if not times or not single:
             return None, None
         patience = multiple * sum(times) / len(times)
-        late_at = {unit: max(self._units.holders(unit).values()) + patience for unit in single}
+        late_at = {unit: max(self.units.holders(unit).values()) + patience for unit in single}
         slow = [unit for unit in single if now >= late_at[unit]]
         return (slow[0], None) if slow else (None, min(late_at.values()))
 
     def _problem(self, push: PushRecord) -> str | None:
         """Why a push cannot be right; None when it can."""
-        units, total = push.units, self.workers * self._units.steps
+        units, total = push.units, self.workers * self.units.steps
         if not units or list(units) != sorted(set(units)) or not 0 <= units[0] <= units[-1] < total:
             return f"work units {list(units)} are not distinct ones of 0 to {total - 1}, in order"
         if len(units) > 1 and self.rule.is_stepwise:
@@ -437,18 +428,18 @@ class UpdateLog:
         if push.version > self.closed:
             return f"it read version {push.version}, and there are only {self.closed}"
         foreign = [
-            unit for unit in units if push.worker not in self._units.holders(unit) and not self._units.is_done(unit)
+            unit for unit in units if push.worker not in self.units.holders(unit) and not self.units.is_done(unit)
         ]
         if foreign:
             return f"work unit {foreign[0]} is not in this worker's hands"
         need = consistency.needs(self.rule, units[0] // self.workers)
-        if push.version < need and not self._units.is_done(units[0]):
+        if push.version < need and not self.units.is_done(units[0]):
             step = units[0] // self.workers
             return f"it read version {push.version}, and step {step} needs {need} or more under {self.rule}"
         return None
 
     def _seconds_each(self, push: PushRecord, now: float) -> float:
-        taken = min(self._units.holders(unit)[push.worker] for unit in push.units)
+        taken = min(self.units.holders(unit)[push.worker] for unit in push.units)
         return max(0.0, now - taken - push.waited) / len(push.units)
 
     def _give_up(self, push: PushRecord, outcome: int, *, release: bool = True) -> Change:
@@ -458,8 +449,8 @@ class UpdateLog:
         self._members[worker] = self._members[worker].remember(push.number, outcome)
         if not release:
             return NOTHING
-        own = self._units.held_by(worker)
-        freed = self._units.release(worker, [one for one in push.units if one in own])
+        own = self.units.held_by(worker)
+        freed = self.units.release(worker, [one for one in push.units if one in own])
         return self._settle(freed=freed)
 
     def _settle(self, *, freed: tuple[int, ...] = (), is_due: bool = False) -> Change:
@@ -472,7 +463,7 @@ class UpdateLog:
                 workers=self.workers,
                 closed=self.closed,
                 members=len(self._members),
-                is_due=is_due or self._units.is_over,
+                is_due=is_due or self.units.is_over,
             )
             if not entries:
                 return Change(closed=tuple(closed), freed=freed, is_finished=self.is_finished)

@@ -109,9 +109,9 @@ class ServerRecorder:
         self._reporter.event(
             QueuesMeasured(
                 step=self._reported,
-                todo=log.num_todo,
+                todo=log.units.num_todo,
                 in_hand=log.num_in_hand,
-                waiting=log.num_waiting,
+                waiting=log.num_done - log.num_settled,
                 unapplied=max(0, log.closed - server.version),
             )
         )
