@@ -100,6 +100,16 @@ def test_two_ranks_die_in_the_same_step(shoal, mortal):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("point", ["gradients", "update"])
+def test_another_rank_dies_in_the_first_step_of_a_view(shoal, mortal, zero, point):
+    """Without ZeRO nothing of the view before is kept by then; with it the old cut is, until all have taken a step."""
+    plan = f"dp=4 zero={zero}" if zero else "dp=4"
+    # The sum of the first try is never made, so who dies after it dies in the redone step.
+    check(shoal, mortal, plan, f"rank 1@5:start;rank 3@5:{point}", views=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [0, 2])
 def test_those_who_died_come_back_between_two_steps(shoal, mortal, zero):
     plan = f"dp=4 zero={zero}" if zero else "dp=4"
     settings = {"elastic.rejoin": "true"}
