@@ -24,15 +24,33 @@ def test_the_library_inside_your_own_loop(launcher):
     assert done.stdout.count("step 60") == 1
 
 
-@pytest.mark.parametrize("name", ["run.py", "port_after.py"])
-def test_a_script_prints_the_same_under_python_and_under_shoal_run(shoal, name):
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        pytest.param("run.py", None, id="run.py"),
+        pytest.param("port_after.py", None, id="port_after.py"),
+        pytest.param("run.py", TORCHRUN, id="run.py under torchrun", marks=pytest.mark.soak),
+    ],
+)
+def test_a_script_prints_the_same_under_python_and_under_shoal_run(shoal, name, launcher):
     script = ROOT / "examples" / name
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     alone = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=True, env=environment
     )
     printed = [line for line in alone.stdout.splitlines() if line.startswith("epoch")]
-    both = shoal.run("run", script, "--plan", "dp=2 zero=1", "--run-dir", "run")
+    if launcher is None:
+        both = shoal.run("run", script, "--plan", "dp=2 zero=1", "--run-dir", "run")
+    else:
+        both = subprocess.run(
+            [sys.executable, *launcher, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=True,
+            env=environment,
+        )
+        assert [line for line in both.stdout.splitlines() if line.startswith("epoch")] == printed
     assert len(printed) >= 5 and all(line in both.stdout + both.stderr for line in printed)
 
 

@@ -10,6 +10,7 @@ from checkpoint_mutations import CHECKPOINTS
 from dashboard_mutations import DASHBOARD
 from ending_mutations import ENDINGS
 from failure_mutations import FAILURE
+from library_mutations import LIBRARY
 from numerics_mutations import NUMERICS
 from online_mutations import ONLINE
 from promises import Mutation
@@ -29,6 +30,7 @@ MUTATIONS: list[Mutation] = [
     *TABLES,
     *ONLINE,
     *DASHBOARD,
+    *LIBRARY,
     *TRUST,
 ]
 WITHOUT: dict[str, str] = {}

@@ -361,11 +361,17 @@ def refuse_functions(loss: object, step: object, *, has_optimizer: bool) -> None
 
 
 def refuse_other_weights(model: nn.Module, world: World) -> None:
-    """Refuse a model that not every rank has built alike: replicas would train different models.
+    """Refuse a model without values, and one that not every rank has built alike: replicas would train different models.
 
     Raises:
         RequestError: says what to do.
     """
+    if unfilled := next((name for name, one in model.state_dict(keep_vars=True).items() if one.is_meta), None):
+        raise RequestError(
+            f"{unfilled!r} of {type(model).__name__} is on the meta device and has no values to lay out; build the "
+            "model without torch.device('meta'), and load into it after run.setup: shoal.load_weights(model, path), of which "
+            "each rank reads its part, or run.load()"
+        )
     if world.size == 1:
         return
     digest = hashlib.sha256(hash_weights(model).encode()).digest()

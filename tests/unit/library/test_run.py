@@ -253,6 +253,10 @@ def set_up_again(run):
         (lambda run: run.loaders[0].next()[0], "is not unpacked"),
         (unpack, "is not unpacked: write `for batch in loader`"),
         (set_up_again, "this Linear is set up already"),
+        (
+            lambda run: set_up(run, model=nn.Linear(8, 3, device="meta")),
+            "'weight' of Linear is on the meta device and has no",
+        ),
         (lambda run: run.log(name="a"), r"run\.log\(name=\.\.\.\) was given a str"),
         (lambda run: run.log({"size": torch.ones(2)}), r"run\.log\(size=\.\.\.\) was given \(2,\) float32"),
         (lambda run: set_up(run) and run.evaluate(DATA, metrics=["acuracy"]), "did you mean 'accuracy'"),
