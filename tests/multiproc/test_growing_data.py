@@ -42,13 +42,16 @@ PATH = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 
 @pytest.fixture
 def train(shoal):
-    def run(name, plan, steps, *, append="", resume=False, held_out="0", order="full", expect=0):
+    def run(name, plan, steps, *, append="", resume=False, held_out="0", order="full", every=0, expect=0):
         folder = shoal.folder / f"store-{name}"
         if not folder.exists():
             build_store([rows(0, 20)], str(folder))
         path = shoal.folder / f"{name}.toml"
         path.write_text(RECIPE.format(store=folder, held_out=held_out))
-        words = ["--set", f"train.steps={steps}", *(["--resume"] if resume else [])]
+        words = ["--set", f"train.steps={steps}", "--set", f"checkpoint.every={every}"]
+        words += ["--resume"] if resume else []
+        if plan.startswith("ps="):
+            words += ["--set", "callbacks=[]"]
         if order == "window":
             words += ["--set", "data.order=window", "--set", "data.window=1"]
         done = shoal.run(
@@ -77,6 +80,27 @@ def test_a_version_is_taken_up_by_all_ranks_and_a_resume_keeps_that_of_its_epoch
     assert parts["weights_sha256"] == whole["weights_sha256"]
     _, parts, receipts = train("parts", "dp=1", 17, resume=True)
     assert receipts[2:] == [(2, 36, True)] and parts["epochs_proved"] == 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_an_epoch_of_the_work_queue_reads_the_newest_version_under_an_asynchronous_rule(shoal, train):
+    """A run of servers is stopped in an epoch, the store grows, and it goes on: with the old version to the end of its epoch and
+    with the new one from an epoch after it on. Every epoch is every sample of its version once."""
+    plan = "ps=1 workers=2 update=async"
+    train("run", plan, 6, every=1)
+    append_store([rows(20, 31)], str(shoal.folder / "store-run"))
+    _, summary, receipts = train("run", plan, 200, resume=True, every=1)
+    assert receipts[:2] == [(0, 20, True), (1, 20, True)] and receipts[-1][1:] == (31, True)
+    assert all(ok for *_, ok in receipts) and [one[0] for one in receipts] == list(range(len(receipts)))
+    grown = read_events(shoal.folder / "run", 0, "data_grew")
+    (first,) = [(one["epoch"], one["version"], one["samples"], one["added"]) for one in grown]
+    assert first[1:] == (2, 31, 11) and [one[1] for one in receipts] == [20] * first[0] + [31] * (
+        len(receipts) - first[0]
+    )
+    # A plan without servers goes on from their checkpoint, with the version that its epoch has.
+    _, _, receipts = train("run", "dp=2", 220, resume=True)
+    assert receipts[-1][1:] == (31, True)
 
 
 @pytest.mark.soak

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from shoal.paramserver.epochs import EpochSpan
 from shoal.paramserver.receipts import EpochClosed
 
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -147,6 +148,8 @@ class WorkUnit:
     """Version that the weights must at least have for it: the rule's bound, and the worker's own updates."""
     bound: int = 0
     """The rule's bound alone: parameters that a worker caches may be so old."""
+    data: EpochSpan | None = None
+    """The epoch that it is of, where the data grows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,14 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One input: what is asked, by whom, when."""
 
     kind: str
-    """join, leave, take, commit, advance, tick, rebase or trim."""
+    """join, leave, take, commit, advance, tick, rebase, trim or grow."""
     now: float
     worker: str = ""
     number: int = 0
-    """Of a join: the worker's index. Of a trim: the version below which updates are forgotten."""
+    """Of a join: the worker's index. Of a trim: the version below which updates are forgotten. Of a grow: a version of
+    the data."""
+    samples: int = 0
+    """Of a grow: that the version has."""
     held: tuple[int, ...] = ()
     """Of a take: the work units that the worker knows it has."""
     push: PushRecord | None = None
@@ -103,6 +106,9 @@ class CommandLog:
                 return update_log.rebase(given.now)
             case "trim":
                 return update_log.trim(given.number)
+            case "grow":
+                assert update_log.receipts.epochs is not None, "nothing grows in this run"
+                return update_log.receipts.epochs.tell(given.number, given.samples)
         raise AssertionError(f"no such input: {given.kind}")
 
     def export(self) -> bytes:
@@ -163,4 +169,7 @@ def update_log_after(steps_done: int, update_log: UpdateLog, *, updates_per_step
     plain = update_log.export()
     plain["portions"] = {**plain["portions"], "opened": steps_done}
     plain["receipts"] = {**plain["receipts"], "first": steps_done * update_log.workers}
-    return UpdateLog.restore({**plain, "trimmed": steps_done * updates_per_step})
+    after = UpdateLog.restore({**plain, "trimmed": steps_done * updates_per_step})
+    if after.receipts.epochs is not None:
+        after.receipts.epochs.begin_at(steps_done)
+    return after

@@ -98,6 +98,10 @@ class LogLeader:
         await self._enter(Command(kind="advance", push=made, memory=memory, now=self._clock()))
         return True
 
+    async def grow(self, version: int, samples: int) -> None:
+        """There is a newer version of the data: the next epoch that is begun reads it."""
+        await self._enter(Command(kind="grow", number=version, samples=samples, now=self._clock()))
+
     async def keep_time(self) -> None:
         """Close updates whose time is over; runs until it is cancelled or the log leader is closed."""
         while not self.is_closed:

@@ -31,6 +31,7 @@ from shoal.serverrun.process import ProcessSpec, attach_status, introduction, op
 from shoal.serverrun.server.finalize import finalize_run
 from shoal.serverrun.server.recorder import ServerRecorder
 from shoal.serverrun.server.source import ShardSource
+from shoal.serverrun.server.versions import follow_versions
 from shoal.serverrun.standalone import run_async
 from shoal.telemetry.display import Display, build_display
 from shoal.telemetry.statusboard import Heartbeat, StatusBoard
@@ -127,6 +128,7 @@ async def _serve(
         )
     )
     following = asyncio.ensure_future(server.follow())
+    looking = asyncio.ensure_future(follow_versions(server, source, reporter.event)) if source.follows else None
     try:
         while not following.done():
             contact.check()
@@ -134,6 +136,8 @@ async def _serve(
             recorder.look(server)
             if server.failure.done():
                 server.failure.result()
+            if looking is not None and looking.done():
+                looking.result()
             is_needed = any(server.is_primary(shard) for shard in server.replicas)
             if contact.halt == FINISHED and not following.done() and not is_needed:
                 # The last checkpoint is written, and nothing of this server's is in it: it came back too late to be needed.
@@ -145,6 +149,8 @@ async def _serve(
         return contact.stopped
     finally:
         following.cancel()
+        if looking is not None:
+            looking.cancel()
         await asyncio.to_thread(recorder.close)
         if spec.cluster is not None:
             await contact.leave("it has ended")

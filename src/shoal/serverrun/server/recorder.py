@@ -22,6 +22,7 @@ from shoal.data.order import position_of
 from shoal.data.receipt import Counted, hash_range, refuse_difference
 from shoal.elastic.view import View
 from shoal.engine.reporting import Reporter
+from shoal.paramserver.epochs import EpochTable
 from shoal.paramserver.messages import FINISHED, Halt
 from shoal.paramserver.receipts import EpochClosed
 from shoal.paramserver.records import PushId, Update
@@ -66,7 +67,7 @@ class ServerRecorder:
         self._progress = (
             source.start.progress
             if source.start is not None
-            else Progress(position=position_of(0, len(source.data.train), recipe.train.global_batch))
+            else Progress(position=position_of(0, source.num_samples, recipe.train.global_batch))
         )
         if source.start is not None:
             self._saver.begin(source.start.step, source.make_log().update_log.closed)
@@ -149,7 +150,7 @@ class ServerRecorder:
         )
         expected = None
         if not closed.reason:
-            expected = await asyncio.to_thread(self._whole)
+            expected = await asyncio.to_thread(self._whole, closed.samples)
             total = f"{expected.total:032x}"
             event = replace(event, ok=counted == expected, expected_rows=expected.rows, expected=total)
         if server.log_leader is not None:
@@ -158,13 +159,13 @@ class ServerRecorder:
             with ends_the_run():
                 refuse_difference(closed.epoch, counted, expected)
 
-    def _whole(self) -> Counted:
-        """Every sample of the data once; found when it is needed, and kept."""
-        if self._expected is None:
-            train = self._source.data.train
-            total = getattr(train, "row_hashes", None)
-            total = hash_range(range(len(train))) if total is None else total
-            self._expected = Counted(rows=len(train), total=total)
+    def _whole(self, num_samples: int | None) -> Counted:
+        """Every sample of the data once, or of an epoch of data that grows; found when it is needed, and kept."""
+        wanted = self._source.num_samples if num_samples is None else num_samples
+        if self._expected is None or self._expected.rows != wanted:
+            # What the data says itself is of its newest version.
+            total = getattr(self._source.data.train, "row_hashes", None) if num_samples is None else None
+            self._expected = Counted(rows=wanted, total=hash_range(range(wanted)) if total is None else total)
         return self._expected
 
     def _update_applied(self, server: Server, made: Update) -> UpdateApplied:
@@ -205,7 +206,7 @@ class ServerRecorder:
         before = self._progress
         return Progress(
             step=step,
-            position=position_of(step, len(self._source.data.train), self._spec.recipe.train.global_batch),
+            position=position_of(step, self._source.num_samples, self._spec.recipe.train.global_batch),
             first_loss=loss if before.first_loss is None else before.first_loss,
             last_loss=loss,
             tokens=before.tokens + tokens,
@@ -222,9 +223,10 @@ class ServerRecorder:
             - len(update_log["portions"]["doing"])
             - sum(len(one["portions"]) for one in update_log["pending"])
         ) // shares
-        progress = Progress(
-            step=step, position=position_of(step, len(self._source.data.train), self._spec.recipe.train.global_batch)
-        )
+        position = position_of(step, self._source.num_samples, self._spec.recipe.train.global_batch)
+        if (epochs := update_log["receipts"].get("epochs")) is not None:
+            position = EpochTable.restore(epochs).position(step)
+        progress = Progress(step=step, position=position)
         values = {
             "progress": progress.as_values(),
             **data_values(self._source.same_data.fingerprint),

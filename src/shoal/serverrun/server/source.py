@@ -1,6 +1,7 @@
 """What a server makes its shards and its update log of: the model as it is built, or the newest checkpoint."""
 
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from shoal.comm.world import World
 from shoal.core.errors import AgreedError, RequestError, RunError
 from shoal.core.place import Place
 from shoal.core.rundir import RunDir
+from shoal.data.growing import growing
+from shoal.data.order import Position
 from shoal.data.source import Splits
 from shoal.engine.batches.receipt import why_no_receipt
 from shoal.engine.resolve import count_steps, count_updates, updates_per_step
@@ -24,6 +27,7 @@ from shoal.optim.build import build_optimizer, decide_groups
 from shoal.optim.precision import Precision
 from shoal.optim.rates import rate
 from shoal.paramserver.consistency import Lateness
+from shoal.paramserver.epochs import EpochSpan, EpochTable
 from shoal.paramserver.log.commands import CommandLog, restart_update_log, update_log_after
 from shoal.paramserver.log.updates import UpdateLog
 from shoal.paramserver.server.kept import KeptResiduals
@@ -83,6 +87,10 @@ class ShardSource:
         self.spec = spec
         self.model = describe_model(self.module)
         self.shard_map = cut_for(self.model, spec.plan.ps, config=recipe.paramserver, optimizer=recipe.optim.name)
+        self.num_samples = len(data.train)
+        """Of the training split as the run began with it."""
+        train = growing(data.train)
+        self._version = self.begun_version = 0 if train is None else train.version
         self.total_steps = count_steps(
             recipe.train, num_samples=len(data.train), tokens_per_sample=data.spec.tokens_per_sample
         )
@@ -178,7 +186,7 @@ class ShardSource:
         train = self.data.train
         if self.spec.rule.kind == "lbfgs" or why_no_receipt(train):
             return 0
-        return math.ceil(len(train) / self.spec.recipe.train.global_batch) * self.spec.plan.num_shares
+        return math.ceil(self.num_samples / self.spec.recipe.train.global_batch) * self.spec.plan.num_shares
 
     @property
     def _keeps_residuals(self) -> bool:
@@ -200,6 +208,7 @@ class ShardSource:
             units_per_epoch=self._units_per_epoch(),
             own_seconds=_OWN_SECONDS if saves_residuals(spec) and self._keeps_residuals else 0.0,
         )
+        update_log.receipts.epochs = epochs = self._epochs()
         if self.start is None:
             return update_log
         again = None
@@ -208,4 +217,59 @@ class ShardSource:
         if again is not None:
             again.own_shares = update_log.own_shares
             again.receipts = again.receipts.going_on(self._units_per_epoch(), again.num_settled)
+            again.receipts.epochs = epochs
         return again or update_log_after(self.start.step, update_log, updates_per_step=updates_per_step(self.spec.plan))
+
+    def _epochs(self) -> EpochTable | None:
+        """Which version each epoch reads: as the checkpoint says it, or from the beginning of the run; None where nothing grows.
+
+        Raises:
+            RequestError: the data was followed by the run that saved the checkpoint, and is not by this one.
+        """
+        found: EpochTable | None = None
+        if self.start is not None and self.start.update_log is not None:
+            said = json.loads(self.start.update_log).get("receipts", {}).get("epochs")
+            found = None if said is None else EpochTable.restore(said)
+        elif self.start is not None and self.start.progress.position.version:
+            # Of a plan without servers, which has no log.
+            found = self._begun_with(self.start.progress.position, self.start.step)
+        if growing(self.data.train) is None:
+            if found is not None:
+                raise RequestError(
+                    "the run took up versions of data that grows, and it does not follow it now; set data.follow = true, as the "
+                    "run did that saved this"
+                )
+            return None
+        first = EpochSpan(epoch=0, first_step=0, version=self._version, samples=self.num_samples)
+        table = found or self._table(first)
+        self.begun_version = table.spans[-1].version
+        return table
+
+    def _begun_with(self, position: Position, step: int) -> EpochTable | None:
+        train, samples = growing(self.data.train), self.num_samples
+        if train is not None:
+            if position.version > train.version:
+                train.grow(position.version)
+            samples = len(train)
+        first = step - position.offset // self.spec.recipe.train.global_batch
+        return self._table(EpochSpan(epoch=position.epoch, first_step=first, version=position.version, samples=samples))
+
+    def _table(self, first: EpochSpan) -> EpochTable:
+        return EpochTable(batch=self.spec.recipe.train.global_batch, shares=self.spec.plan.num_shares, first=first)
+
+    @property
+    def follows(self) -> bool:
+        """True where newer versions of the data are taken up."""
+        return growing(self.data.train) is not None
+
+    def newest(self) -> tuple[int, int]:
+        """The newest version of the data, and its samples.
+
+        Raises:
+            RunError: it has other columns, or samples that the model has no place for.
+        """
+        train = growing(self.data.train)
+        assert train is not None, "nothing grows"
+        if (version := train.newest_version()) > train.version:
+            train.grow(version)
+        return train.version, len(train)

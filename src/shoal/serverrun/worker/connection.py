@@ -17,6 +17,7 @@ from shoal.core.events import WorkerTraffic
 from shoal.paramserver.config import ParamServerConfig
 from shoal.paramserver.consistency import wait_seconds
 from shoal.paramserver.contact import Contact
+from shoal.paramserver.epochs import EpochSpan
 from shoal.paramserver.messages import FINISHED, Draw, Drawn
 from shoal.paramserver.pushcodec import PushCompressor
 from shoal.paramserver.records import PushRecord, Read, WorkUnit
@@ -41,7 +42,9 @@ class Shares(Protocol):
     def num_samples(self) -> int:
         """Of the training split."""
 
-    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+    def run(
+        self, step: int, share: int, *, part: int = 0, num_parts: int = 1, data: EpochSpan | None = None
+    ) -> ShareResult:
         """Compute a share of a step by the weights that are in the row, or one of so many even parts of it."""
 
     def run_span(self, step: int, start: int, stop: int) -> float:
@@ -72,7 +75,7 @@ class Worker:
     def run(self, unit: WorkUnit, *, part: int = 0, num_parts: int = 1) -> ShareResult:
         """The passes over a work unit, or over one of so many even parts of it."""
         with self.times.computing():
-            result = self.shares.run(unit.step, unit.share, part=part, num_parts=num_parts)
+            result = self.shares.run(unit.step, unit.share, part=part, num_parts=num_parts, data=unit.data)
         self.times.computed(result.samples)
         return result
 

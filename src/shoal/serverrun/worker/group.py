@@ -29,6 +29,7 @@ from shoal.core.errors import RunError
 from shoal.core.place import Place
 from shoal.core.placement import Patch, Placement
 from shoal.engine.model import ParallelModel
+from shoal.paramserver.epochs import EpochSpan
 from shoal.paramserver.worker.flat import FlatParameters
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.shares import ShareResult, ShareRunner
@@ -224,8 +225,8 @@ def _check(holdings: Sequence[Holding], model: Mapping[str, tuple[int, ...]]) ->
 # time: a rank that hears nothing for the deadline names it and ends.
 
 _RUN, _STRETCH, _WAIT, _END = range(4)
-_COMMAND_NUMBERS = 5
-"""What is to be done, and up to four numbers that say which."""
+_COMMAND_NUMBERS = 9
+"""What is to be done, up to four numbers that say which, and four of the epoch where the data grows."""
 _SIGNS_PER_DEADLINE = 4
 
 T = TypeVar("T")
@@ -261,11 +262,16 @@ class GroupLeader:
         """Of the training split."""
         return self._shares.num_samples
 
-    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+    def run(
+        self, step: int, share: int, *, part: int = 0, num_parts: int = 1, data: EpochSpan | None = None
+    ) -> ShareResult:
         """See ``Shares``; the gradient is in the row."""
-        return self._do(
-            lambda: self._shares.run(step, share, part=part, num_parts=num_parts), _RUN, step, share, part, num_parts
-        )
+        epoch = () if data is None else (data.epoch, data.first_step, data.version, data.samples)
+
+        def compute() -> ShareResult:
+            return self._shares.run(step, share, part=part, num_parts=num_parts, data=data)
+
+        return self._do(compute, _RUN, step, share, part, num_parts, *epoch)
 
     def run_span(self, step: int, start: int, stop: int) -> float:
         """See ``Shares``; the gradient is in the row."""
@@ -318,12 +324,14 @@ def follow(shares: ShareRunner, scatter_collect: ScatterCollect, channel: Channe
             return
         if what == _WAIT:
             continue
-        step, first, second, third = numbers
+        step, first, second, third, epoch, first_step, version, in_epoch = numbers
         times.begin(step + 1)
         with times.computing():
             scatter_collect.scatter()
             if what == _RUN:
-                samples = shares.run(step, first, part=second, num_parts=third).samples
+                data = EpochSpan(epoch=epoch, first_step=first_step, version=version, samples=in_epoch)
+                found = shares.run(step, first, part=second, num_parts=third, data=data if version else None)
+                samples = found.samples
             else:
                 assert what == _STRETCH, f"{what} is no command"
                 shares.run_span(step, first, second)

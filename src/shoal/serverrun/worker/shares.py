@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shoal.data.growing import growing
 from shoal.data.loading.loader import Microbatch, StepBatch
-from shoal.data.order import Ids, own_microbatches, permute, position_of, take
+from shoal.data.order import Ids, Position, own_microbatches, permute, position_of, take
 from shoal.data.receipt import Counted
 from shoal.data.source import Source
 from shoal.engine.model import ParallelModel
 from shoal.paramserver.config import span_of
+from shoal.paramserver.epochs import EpochSpan
 from shoal.telemetry.stepclock import StepClock
 
 
@@ -89,12 +91,18 @@ class ShareRunner:
         self._weighed: tuple[bytes, float] | None = None
         """The last step that was weighed: a worker may do many parts of one."""
 
-    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+    def run(
+        self, step: int, share: int, *, part: int = 0, num_parts: int = 1, data: EpochSpan | None = None
+    ) -> ShareResult:
         """Compute a share, or one of so many even parts of it, and leave its gradient in ``.grad`` of the parameters.
 
-        None there means that no sample touched one.
+        None there means that no sample touched one. ``data`` is the epoch of the step, where the data grows: a newer version
+        only adds samples, so one that reads more than the epoch has its samples too.
         """
-        ids = self._ids(step)
+        source = growing(self._source) if data is not None else None
+        if data is not None and source is not None and data.version > source.version:
+            source.grow(data.version)
+        ids = self._ids(step, data)
         if self._sizes is None:
             cut = own_microbatches(ids, share * num_parts + part, self._num_shares * num_parts, self._num_microbatches)
         else:
@@ -132,9 +140,11 @@ class ShareRunner:
         each = max(1, math.ceil(self._global_batch / self._num_shares / self._num_microbatches))
         return [own[first : first + each] for first in range(0, len(own), each)]
 
-    def _ids(self, step: int) -> Ids:
-        num_samples = len(self._source)
+    def _ids(self, step: int, data: EpochSpan | None = None) -> Ids:
+        num_samples = len(self._source) if data is None else data.samples
         position = position_of(step, num_samples, self._global_batch)
+        if data is not None:
+            position = Position(epoch=data.epoch, offset=(step - data.first_step) * self._global_batch)
         span, _ = take(position, num_samples, self._global_batch)
         return permute(self._seed, position.epoch, num_samples, np.arange(span.start, span.stop, dtype=np.int64))
 

@@ -25,6 +25,7 @@ from typing import TypeVar
 from shoal.core.errors import EXIT_NO
 from shoal.core.events import WorkerHung
 from shoal.core.rundir import RunDir
+from shoal.paramserver.epochs import EpochSpan
 from shoal.serverrun.notices import describe_hang
 from shoal.serverrun.process import ProcessSpec
 from shoal.serverrun.worker.connection import Shares
@@ -127,9 +128,11 @@ class WatchedShares:
         """See ``Shares``."""
         return self._shares.num_samples
 
-    def run(self, step: int, share: int, *, part: int = 0, num_parts: int = 1) -> ShareResult:
+    def run(
+        self, step: int, share: int, *, part: int = 0, num_parts: int = 1, data: EpochSpan | None = None
+    ) -> ShareResult:
         """See ``Shares``."""
-        return self._timed(step, lambda: self._shares.run(step, share, part=part, num_parts=num_parts))
+        return self._timed(step, lambda: self._shares.run(step, share, part=part, num_parts=num_parts, data=data))
 
     def run_span(self, step: int, start: int, stop: int) -> float:
         """See ``Shares``."""

@@ -40,12 +40,12 @@ def check_follow(data: AnyDataConfig, plan: Plan) -> None:
     """Refuse data that is to grow where nobody takes up its versions.
 
     Raises:
-        RequestError: the plan has parameter servers.
+        RequestError: the plan is that of L-BFGS.
     """
-    if plan.ps and isinstance(data, StoreConfig) and data.follow:
+    if plan.ps and plan.update == "lbfgs" and isinstance(data, StoreConfig) and data.follow:
         raise RequestError(
-            f"plan {str(plan)!r}: with parameter servers no newer version of a store is taken up, and data.follow (--follow) "
-            "asks for that; leave it out, or take a plan such as dp=2"
+            f"plan {str(plan)!r}: L-BFGS goes down one loss over the same samples, so no newer version of a store is taken up, "
+            "and data.follow (--follow) asks for that; leave it out, or take another update rule, such as update=async"
         )
 
 

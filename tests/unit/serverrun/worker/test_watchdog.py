@@ -53,7 +53,7 @@ class HistoryState:
     def __init__(self):
         self.free = threading.Event()
 
-    def run(self, step, share, *, part=0, num_parts=1):
+    def run(self, step, share, *, part=0, num_parts=1, data=None):
         return step
 
     def run_span(self, step, start, stop):
@@ -91,7 +91,7 @@ class Paused(HistoryState):
         super().__init__()
         self.clock = clock
 
-    def run(self, step, share, *, part=0, num_parts=1):
+    def run(self, step, share, *, part=0, num_parts=1, data=None):
         self.clock.now += 60.0 if step == 1 else 0.1
         if step == 2:
             raise RuntimeError("refused")

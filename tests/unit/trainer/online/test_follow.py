@@ -32,9 +32,10 @@ def test_what_cannot_go_on_for_ever_is_refused_by_name(change, message):
         follow_overrides({**STORE, **change})
 
 
-def test_parameter_servers_take_up_no_versions():
+def test_lbfgs_takes_up_no_versions():
     data = StoreConfig(path="clicks", follow=True)
-    with pytest.raises(RequestError, match=r"no newer version of a store is taken up.*such as dp=2"):
-        check_follow(data, Plan.parse("ps=1 workers=2 update=async"))
+    with pytest.raises(RequestError, match=r"no newer version of a store is taken up.*such as update=async"):
+        check_follow(data, Plan.parse("ps=1 workers=2 update=lbfgs"))
+    check_follow(data, Plan.parse("ps=1 workers=2 update=async"))
     check_follow(data, Plan.parse("dp=2"))
-    check_follow(data.model_copy(update={"follow": False}), Plan.parse("ps=1 workers=2"))
+    check_follow(data.model_copy(update={"follow": False}), Plan.parse("ps=1 workers=2 update=lbfgs"))
