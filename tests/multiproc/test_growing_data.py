@@ -90,7 +90,7 @@ def test_an_epoch_of_the_work_queue_reads_the_newest_version_under_an_asynchrono
     plan = "ps=1 workers=2 update=async"
     train("run", plan, 6, every=1)
     append_store([rows(20, 31)], str(shoal.folder / "store-run"))
-    _, summary, receipts = train("run", plan, 200, resume=True, every=1)
+    _, _, receipts = train("run", plan, 200, resume=True, every=1)
     assert receipts[:2] == [(0, 20, True), (1, 20, True)] and receipts[-1][1:] == (31, True)
     assert all(ok for *_, ok in receipts) and [one[0] for one in receipts] == list(range(len(receipts)))
     grown = read_events(shoal.folder / "run", 0, "data_grew")
