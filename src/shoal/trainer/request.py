@@ -59,7 +59,7 @@ from shoal.trainer.claim import (
 from shoal.trainer.config import Recipe, load_recipe
 from shoal.trainer.elastic.limits import elastic_warnings, refuse_elastic
 from shoal.trainer.online.config import check_publish
-from shoal.trainer.online.follow import check_follow
+from shoal.trainer.online.follow import check_follow, follow_warnings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +264,7 @@ def check_parts(
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *_round_warnings(recipe, setup.plan, setup.total_steps),
             *elastic_warnings(recipe, setup.plan),
+            *follow_warnings(recipe.data),
             *tried,
         ),
     )

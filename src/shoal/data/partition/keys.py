@@ -84,10 +84,10 @@ def _unique_bytes(values: list[bytes]) -> tuple[list[bytes], Codes]:
     return names, np.fromiter(map(places.__getitem__, values), dtype=np.int64, count=len(values))
 
 
-def mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """64 bits of each number, by a key (SplitMix64's finaliser; Steele, Lea and Flood, OOPSLA 2014)."""
+def mix(values: NDArray[np.uint64], key: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 bits of each number, by a key, or by several that spread over them (SplitMix64's finaliser; Steele, Lea and Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
-        found = values * _STEP + np.uint64(key)
+        found = values * _STEP + np.asarray(key, dtype=np.uint64)
         found = (found ^ (found >> _SHIFTS[0])) * _FACTORS[0]
         found = (found ^ (found >> _SHIFTS[1])) * _FACTORS[1]
         mixed: NDArray[np.uint64] = found ^ (found >> _SHIFTS[2])

@@ -142,7 +142,7 @@ def _split_heavy(codes: Codes, sizes: Codes, shares: Shares) -> tuple[Codes, Cod
 
 
 def cut_labels(groups: Groups, shares: Shares, seed: int) -> Sides:
-    """Every value in the same share on every side, within one row, and the sides as a whole within one row of theirs.
+    """Every value in the same share on every side, within two rows, and the sides as a whole within one and a half of theirs.
 
     Rows are put in order of (value, hash), and every side takes its rows of that order at even distances.
     """

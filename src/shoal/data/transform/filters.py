@@ -95,7 +95,7 @@ def _unlike(column: Column, alike: float) -> Mask:
         raise RequestError(
             f"data.prepare, step 'filter': column {column.field.name!r} is {column.field.kind}; near_duplicates is for texts"
         )
-    keys = [derive_key("minhash", number) for number in range(_BANDS * _ROWS)]
+    keys = np.array([derive_key("minhash", number) for number in range(_BANDS * _ROWS)], dtype=np.uint64)[:, None]
     seen: dict[tuple[int, bytes], list[int]] = {}
     shingles: dict[int, frozenset[int]] = {}
     keep = np.ones(len(column), np.bool_)
@@ -105,7 +105,7 @@ def _unlike(column: Column, alike: float) -> Mask:
             continue
         own = _shingles(text)
         numbers = np.fromiter(own, dtype=np.uint64, count=len(own))
-        signature = np.array([mix(numbers, key).min() for key in keys], dtype=np.uint64).reshape(_BANDS, _ROWS)
+        signature = mix(numbers, keys).min(axis=1).reshape(_BANDS, _ROWS)
         bands = [(band, signature[band].tobytes()) for band in range(_BANDS)]
         candidates = {other for band in bands for other in seen.get(band, ())}
         if any(len(own & shingles[other]) >= alike * len(own | shingles[other]) for other in candidates):

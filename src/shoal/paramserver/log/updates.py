@@ -375,8 +375,7 @@ class UpdateLog:
     def _unit(self, number: int, member: Member) -> WorkUnit:
         step, share = divmod(number, self.workers)
         bound, data = consistency.needs(self.rule, step), self.receipts.read_at(step)
-        need = max(bound, member.need)
-        return WorkUnit(number=number, step=step, share=share, need=need, bound=bound, data=data)
+        return WorkUnit(number=number, step=step, share=share, need=max(bound, member.need), bound=bound, data=data)
 
     def _open_update(self) -> str:
         return f"update {self.closed} to close: {len(self._pending)} of {self.rule.quorum} pushes are there"

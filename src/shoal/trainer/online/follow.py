@@ -6,6 +6,8 @@ from typing import Any
 from shoal.core.errors import RequestError
 from shoal.core.plan import Plan
 from shoal.data.config import AnyDataConfig, StoreConfig
+from shoal.data.store.folder import open_folder
+from shoal.data.store.splits import read_split
 from shoal.trainer.online.config import DEFAULT_MINUTES, NEVER
 
 _BY_LENGTH = ("cosine", "linear")
@@ -47,6 +49,23 @@ def check_follow(data: AnyDataConfig, plan: Plan) -> None:
             f"plan {str(plan)!r}: L-BFGS goes down one loss over the same samples, so no newer version of a store is taken up, "
             "and data.follow (--follow) asks for that; leave it out, or take another update rule, such as update=async"
         )
+
+
+def follow_warnings(data: AnyDataConfig) -> tuple[str, ...]:
+    """That a split by time does not hold for rows which come later than those that are held out.
+
+    Raises:
+        RequestError: there is no such store or split.
+    """
+    if not isinstance(data, StoreConfig) or not data.follow or data.split is None:
+        return ()
+    split = read_split(open_folder(data.path, data.storage), data.split)
+    if split.about.get("by") != "time":
+        return ()
+    return (
+        f"data.split {data.split!r} was cut by time, and with data.follow rows that are appended later than those it holds out are "
+        "trained on: losses on them are no longer of a future that the model has not seen; make a newer split for those",
+    )
 
 
 def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:

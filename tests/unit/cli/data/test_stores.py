@@ -48,6 +48,21 @@ def test_show_and_verify_a_store(store, tmp_path):
     assert not said["whole"] and path.name in said["problems"][0]["file"]
 
 
+def test_rows_are_shown_by_their_key(tmp_path):
+    (tmp_path / "rows.csv").write_text("user,x,name\n11,1.5,ann\n12,,bob\n11,2.5,eve\n")
+    assert run("build", tmp_path / "rows.csv", tmp_path / "people", "--key", "user")[0] == 0
+    code, out, _ = run("show", tmp_path / "people", "--key", 11, "--json", tmp_path / "k.json")
+    rows = [{"row": 0, "user": 11, "x": 1.5, "name": "ann"}, {"row": 2, "user": 11, "x": 2.5, "name": "eve"}]
+    assert code == 0 and [json.loads(line) for line in out.splitlines()] == rows
+    assert json.loads((tmp_path / "k.json").read_text())["found"] == rows
+    assert json.loads(run("show", tmp_path / "people", "--key", "12")[1])["x"] is None
+    for key, said in (("13", "no row of version 1"), ("ann", "whole numbers")):
+        code, _, error = run("show", tmp_path / "people", "--key", key)
+        assert code == 2 and said in error
+    assert run("build", tmp_path / "rows.csv", tmp_path / "named", "--key", "name")[0] == 0
+    assert json.loads(run("show", tmp_path / "named", "--key", "eve")[1])["row"] == 2
+
+
 def test_append_and_clean_up(store, tmp_path):
     code, out, _ = run("build", tmp_path / "ids.npy", store, "--append")
     assert code == 0 and "version 2, 40000 rows" in out
@@ -114,6 +129,7 @@ def test_bench_replays_caches(tmp_path):
         (("build", "ids.npy", "dst", "--key", "user"), "no column 'user'"),
         (("build", "ids.npy", "store", "--append", "--key", "tokens"), "--key is chosen where the store is built"),
         (("show", "store", "--version", "4"), "no version 4"),
+        (("show", "store", "--key", "4"), "was built without a key"),
         (("bench",), "name a store to measure"),
         (("bench", "store", "--caches"), "leave out STORE"),
         (("bench", "--caches", "--policy", "oldest"), "oldest"),

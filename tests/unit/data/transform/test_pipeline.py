@@ -13,7 +13,7 @@ from sklearn.preprocessing import MinMaxScaler, RobustScaler, StandardScaler
 
 from shoal.core.config import Config, validate
 from shoal.core.errors import RequestError, RunError
-from shoal.data.partition.keys import digest_rows
+from shoal.data.partition.keys import digest_rows, mix
 from shoal.data.table import Table, number_column, text_column
 from shoal.data.transform.config import StepConfig
 from shoal.data.transform.filling import nearest_places
@@ -208,6 +208,12 @@ def test_texts_that_are_nearly_the_same(mixed):
         [text_column("t", [text, text + "s", "something else entirely that nobody has written", text.upper()])]
     )
     assert fit(table, {"step": "filter", "how": "near_duplicates", "columns": ["t"]}).rows.tolist() == [0, 2]
+
+
+def test_a_signature_by_many_keys_at_once_has_the_bits_of_one_after_another():
+    numbers, keys = np.arange(50, dtype=np.uint64) << np.uint64(57), [0, 1, 2**64 - 1, 12345]
+    at_once = mix(numbers, np.array(keys, dtype=np.uint64)[:, None])
+    assert (at_once == np.stack([mix(numbers, key) for key in keys])).all()
 
 
 def test_an_isolation_forest_finds_what_is_far_away():
