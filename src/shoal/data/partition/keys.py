@@ -85,7 +85,7 @@ def _unique_bytes(values: list[bytes]) -> tuple[list[bytes], Codes]:
 
 
 def mix(values: NDArray[np.uint64], key: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 bits of each number, by a key, or by several that spread over them (SplitMix64's finaliser; Steele, Lea and Flood, OOPSLA 2014)."""
+    """64 bits of each number, by a key or by several (SplitMix64's finaliser; Steele, Lea and Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         found = values * _STEP + np.asarray(key, dtype=np.uint64)
         found = (found ^ (found >> _SHIFTS[0])) * _FACTORS[0]

@@ -63,8 +63,8 @@ def follow_warnings(data: AnyDataConfig) -> tuple[str, ...]:
     if split.about.get("by") != "time":
         return ()
     return (
-        f"data.split {data.split!r} was cut by time, and with data.follow rows that are appended later than those it holds out are "
-        "trained on: losses on them are no longer of a future that the model has not seen; make a newer split for those",
+        f"data.split {data.split!r} was cut by time, and with data.follow rows that are appended later than those it holds out "
+        "are trained on: losses on them are no longer of a future that the model has not seen; make a newer split for those",
     )
 
 
