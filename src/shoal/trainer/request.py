@@ -264,7 +264,6 @@ def check_parts(
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *_round_warnings(recipe, setup.plan, setup.total_steps),
             *elastic_warnings(recipe, setup.plan),
-            *follow_warnings(recipe.data),
             *tried,
         ),
     )
@@ -489,6 +488,7 @@ def _round_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
 
 def _warnings(recipe: Recipe, total_steps: int, total_updates: int) -> Iterator[str]:
     """Settings that will have no effect, or not the one that was meant."""
+    yield from follow_warnings(recipe.data)
     if recipe.optim.warmup >= total_updates:
         yield f"optim.warmup {recipe.optim.warmup} is not below the {total_updates} steps: the rate never reaches optim.lr"
     if recipe.telemetry.profile is not None and parse_window(recipe.telemetry.profile)[0] > total_steps:
