@@ -143,7 +143,8 @@ def train(
         )
         nproc = None
     num_processes = place.world_size if launched else sum(host.slots for host in named) or nproc
-    request = replace(request, plan=plan, num_processes=num_processes, has_hosts=bool(named))
+    here = place.local_size or 1 if launched or named else None  # of other hosts' ranks each looks at its own
+    request = replace(request, plan=plan, num_processes=num_processes, has_hosts=bool(named), ranks_here=here)
     if launched and not dry_run:
         be_launched(request, place, json_file)
     if launched and place.rank > 0:

@@ -5,6 +5,7 @@ files and the recipe alone. A run keeps what was fitted in its folder, and whoev
 and fits nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from shoal.data.labels import LabelSpace, labels_of, unite_labels
 from shoal.data.partition.certificate import CutCertificate
 from shoal.data.partition.cut import NAMES, columns_of, cut_table
 from shoal.data.spec import DataSpec
-from shoal.data.table import Column, Schema, Table, concat_tables
+from shoal.data.table import Column, Field, Schema, Table, concat_tables
 from shoal.data.transform.config import DateConfig, KmeansConfig, PcaConfig
 from shoal.data.transform.pipeline import apply_steps, fit_steps
 from shoal.data.transform.state import JSON_NAME, Fitted, load_fitted
+
+_EXACT = 1 << 24
+"""Whole numbers up to this one are themselves in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,10 +286,29 @@ def tensor_of(table: Table, names: tuple[str, ...], where: str, what: str = "inp
             )
     is_whole = all(column.field.dtype.kind in "iu" for column in columns) and what == "inputs"
     kind = np.int64 if is_whole else np.float32
+    if kind == np.float32 and what == "inputs":
+        for column in columns:
+            if column.field.dtype.kind in "iu" and column.values.size:
+                refuse_rounding(column.field, int(column.values.min()), int(column.values.max()))
     if len(columns) == 1 and columns[0].field.shape:
         return np.ascontiguousarray(columns[0].values.astype(kind))
-    flat = [column.values.reshape(len(table), -1).astype(kind) for column in columns]
+    flat = [column.values.reshape(len(table), math.prod(column.field.shape)).astype(kind) for column in columns]
     return np.ascontiguousarray(np.concatenate(flat, axis=1))
+
+
+def refuse_rounding(field: Field, lowest: int, highest: int) -> None:
+    """Refuse whole numbers that float32 would make others of: ids that differ would be one.
+
+    Raises:
+        RequestError: names the column, the number and what can be done.
+    """
+    value = highest if abs(highest) >= abs(lowest) else lowest
+    if abs(value) > _EXACT:
+        raise RequestError(
+            f"data.inputs: column {field.name!r} has {value}, and beside columns that are no whole numbers it becomes float32, "
+            f"which is exact up to {_EXACT}: ids that differ would be one; give it an input of its own (data.inputs = {{...}}), "
+            "or make an id (hash, vocabulary) or a number of another scale (scale) of it in data.prepare"
+        )
 
 
 def _describe(train: PreparedSplit, space: LabelSpace | None, config: TableConfig, *, is_tokens: bool) -> DataSpec:

@@ -54,6 +54,19 @@ def test_columns_become_one_input_and_labels_are_classes(path):
     assert items.targets.dtype == torch.int64 and "proven: every row once" in summary.description
 
 
+def test_a_table_without_held_out_rows_and_ids_that_float32_would_join(path, tmp_path):
+    rows = prepare_rows(config_of(path, inputs=["a", "n"], target="label", validation=0, test=0))
+    assert [len(part) for part in rows.splits.values()] == [ROWS, 0, 0] and rows.splits["test"].inputs[""].shape == (
+        0,
+        2,
+    )
+    big = tmp_path / "big.csv"
+    big.write_text("user,x,y\n" + "".join(f"{(1 << 24) + row},{row / 2},{row % 2}\n" for row in range(40)))
+    assert prepare_rows(config_of(big, inputs=["user"], target="y")).splits["train"].inputs[""].dtype == np.int64
+    with pytest.raises(RequestError, match=r"column 'user' has 167772\d\d, .* float32, which is exact up to 16777216"):
+        prepare_rows(config_of(big, inputs=["user", "x"], target="y"))
+
+
 def test_named_inputs_are_keywords_of_the_model(path):
     steps = [{"step": "vocabulary", "columns": ["word"]}]
     config = config_of(path, inputs={"x": ["a", "b"], "ids": ["word"]}, target=["amount", "a"], prepare=steps)

@@ -1,6 +1,9 @@
 """A run reads one version of its store: the newest when it began."""
 
+from dataclasses import replace
+
 import numpy as np
+import psutil
 import pytest
 
 from shoal.core.errors import RequestError
@@ -9,6 +12,8 @@ from shoal.data.store.writer import append_store, build_store
 from shoal.data.table import Table, number_column
 from shoal.trainer.claim import list_differences, pin_data
 from shoal.trainer.config import dump_recipe, read_recipe
+from shoal.trainer.own_parts import OwnPartsHere
+from shoal.trainer.request import TrainRequest, prepare
 
 
 def tokens(count):
@@ -57,3 +62,17 @@ def test_other_data_that_is_accepted_is_the_newest(tmp_path):
 def test_no_store_is_told_before_anything_starts(tmp_path):
     with pytest.raises(RequestError, match="no store of data"):
         pin_data(recipe_for(tmp_path / "none"), None)
+
+
+def test_memory_for_every_rank_of_the_host_is_counted_before_anything_starts(tmp_path):
+    build_store(tokens(1000), str(tmp_path / "store"))
+    share = psutil.virtual_memory().total * 2 // 3 >> 20
+    recipe = recipe_for(tmp_path / "store", cache={"memory": f"{share} MiB"})
+    (tmp_path / "a.toml").write_text(dump_recipe(recipe))
+    request = TrainRequest(recipe=tmp_path / "a.toml", run_dir=tmp_path / "run")
+    assert prepare(request, own=OwnPartsHere()).setup.world_size == 1
+    two = replace(request, plan="dp=2")
+    with pytest.raises(RequestError, match=r"MiB for each of 2 ranks is .* and this machine has"):
+        prepare(two, own=OwnPartsHere())
+    # Of ranks on two hosts one is here.
+    assert prepare(replace(two, ranks_here=1), own=OwnPartsHere()).setup.world_size == 2

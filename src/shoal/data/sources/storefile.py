@@ -9,6 +9,7 @@ import xxhash
 from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StoreConfig
 from shoal.data.order import split_positions
+from shoal.data.prepare import refuse_rounding
 from shoal.data.sources.storecache import StoreCache
 from shoal.data.spec import DataSpec
 from shoal.data.store.folder import open_folder
@@ -236,7 +237,13 @@ def _describe(reader: StoreReader, inputs: Sequence[str], targets: Sequence[str]
                 f"column {name!r} has no value in {stats[name].missing} of {len(reader)} rows, and a model takes numbers; fill "
                 "them before the store is built, or leave the column out"
             )
-    shapes = [reader.schema[name].shape for name in inputs]
+    fields = [reader.schema[name] for name in inputs]
+    if not all(field.dtype.kind in "iu" for field in fields):
+        for field in fields:
+            lowest, highest = stats[field.name].min, stats[field.name].max
+            if field.dtype.kind in "iu" and lowest is not None and highest is not None:
+                refuse_rounding(field, int(lowest), int(highest))
+    shapes = [field.shape for field in fields]
     features = shapes[0] or (1,)
     if len(inputs) > 1:
         features = (sum(_size(shape) for shape in shapes),)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shoal.core.events import DataCache
 from shoal.data.config import StoreConfig
 from shoal.data.options import LoaderOptions
+from shoal.data.prepare import tensor_of
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.sources.storefile import StoreData, open_store_data
 from shoal.data.store.checks.watch import WatchedStore
@@ -80,7 +81,7 @@ class StoreRows:
             BrokenFile: a block is gone, torn or altered; names its file.
         """
         table = self._data.reader.read(self._part.rows(np.asarray(ids, dtype=np.int64)))
-        inputs = _join(table, self._data.inputs)
+        inputs = tensor_of(table, self._data.inputs, "the store")
         targets = self._targets(table)
         return Items(inputs=(torch.from_numpy(inputs),), targets=torch.from_numpy(targets), weight=len(table))
 
@@ -105,7 +106,7 @@ class StoreRows:
         names = self._data.targets
         if self._data.spec.kind == "classes":
             return table[names[0]].values.astype(np.int64)
-        return _join(table, names).astype(np.float32, copy=False).reshape(len(table), -1)
+        return tensor_of(table, names, "the store", what="target").reshape(len(table), -1)
 
 
 class StoreWindows:
@@ -205,15 +206,6 @@ class StoreWindows:
         number = np.searchsorted(self._ends, samples, side="right")
         before = np.append(0, self._ends[:-1])[number]
         return np.asarray(self._firsts[number] + (samples - before) * self._sequence)
-
-
-def _join(table: Table, names: Sequence[str]) -> NDArray[Any]:
-    """Columns of numbers as one array: a single one in its own shape, several flat and side by side."""
-    arrays = [table[name].values for name in names]
-    if len(arrays) == 1:
-        found = arrays[0] if arrays[0].ndim > 1 else arrays[0][:, None]
-        return found.astype(np.float32)
-    return np.concatenate([array.reshape(len(table), -1).astype(np.float32) for array in arrays], axis=1)
 
 
 def build_store_splits(config: StoreConfig) -> Splits:

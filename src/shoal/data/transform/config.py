@@ -19,8 +19,9 @@ class FillConfig(Config):
     columns: Columns
     """The columns."""
     how: Literal["constant", "mean", "median", "mode", "forward", "neighbours", "model"] = "mean"
-    """constant: ``value``; forward: the value of the row before; neighbours: the mean of the nearest training rows; model: each
-    column by ridge regression on the others, again and again."""
+    """constant: ``value``; forward: the value of the row before, of held-out rows without one that of the last training row;
+    neighbours: the mean of the nearest training rows, of 16384 spread evenly where there are more; model: each column by ridge
+    regression on the others, again and again."""
     value: float | str | None = None
     """With constant; and with forward, for rows that have none before them."""
     nan: bool = False
@@ -157,7 +158,7 @@ class KmeansConfig(Config):
     rounds: Count = 20
     """Passes over the training rows at most."""
     seed: int = 0
-    """Of the first centres."""
+    """Of the first centres, which are drawn from 4096 rows spread evenly over the training rows."""
 
 
 class FilterConfig(Config):

@@ -9,12 +9,12 @@ from shoal.core.errors import RequestError
 from shoal.data.table import TEXT, Column, Table, text_column
 from shoal.data.transform.config import FillConfig
 from shoal.data.transform.matrix import Mask, matrix_of, need_some, numbers, valid_of
-from shoal.data.transform.moments import comoments_of, moments_of
+from shoal.data.transform.moments import comoments_of, moments_of, spread_rows
 from shoal.data.transform.quantiles import quantiles_of
 from shoal.data.transform.state import StepState
 
 _MOST_NEIGHBOURS = 1 << 14
-"""Training rows that are kept to find neighbours among: the first so many."""
+"""Training rows that are kept to find neighbours among: all, or so many evenly spread over them."""
 Matrix = NDArray[np.float64]
 
 
@@ -37,14 +37,14 @@ def fit(table: Table, config: FillConfig, shards: int) -> StepState:
         return StepState(arrays={"values": np.array(found)})
     mean = moments_of(values, valid, shards, only="mean").mean
     if config.how == "neighbours":
-        kept = slice(0, _MOST_NEIGHBOURS)
+        kept = spread_rows(len(values), _MOST_NEIGHBOURS)
         return StepState(arrays={"mean": mean, "rows": values[kept], "valid": valid[kept]})
     weights, offsets = _fit_model(values, valid, mean, config, shards)
     return StepState(arrays={"mean": mean, "weights": weights, "offsets": offsets})
 
 
 def _simple(column: Column, config: FillConfig) -> Any:
-    valid = valid_of(column)
+    valid = _known(column, config)
     if not valid.any():
         if config.how == "forward":
             return config.value
@@ -65,6 +65,14 @@ def _simple(column: Column, config: FillConfig) -> Any:
     return found[np.argmax(times)].item()
 
 
+def _known(column: Column, config: FillConfig) -> Mask:
+    """Where there is a value that may stand for others."""
+    valid = valid_of(column)
+    if config.nan and not column.field.is_ragged and column.field.dtype.kind == "f":
+        valid = valid & ~np.isnan(column.values)
+    return valid
+
+
 def _plain(column: Column, row: int) -> Any:
     if column.field.kind == TEXT:
         return column.value(row)
@@ -72,10 +80,19 @@ def _plain(column: Column, row: int) -> Any:
     return int(value.view(np.int64)) if column.field.dtype.kind == "M" else value.item()
 
 
-def apply(table: Table, config: FillConfig, state: StepState) -> Table:
-    """The columns without missing values."""
+def apply(table: Table, config: FillConfig, state: StepState, *, is_training: bool = False) -> Table:
+    """The columns without missing values.
+
+    The last training value, which a forward fill has learned, is for rows behind the training rows: before the first of them
+    it would be of the future.
+
+    Raises:
+        RequestError: a value is of another type than the column, or a row has none before it.
+    """
     if config.how in ("constant", "mode", "forward"):
         told = state.values.get("values") or [config.value] * len(config.columns)
+        if config.how == "forward" and is_training:
+            told = [config.value] * len(config.columns)
         return table.replace(
             {name: _fill_simple(table[name], value, config) for name, value in zip(config.columns, told, strict=True)}
         )
@@ -90,10 +107,8 @@ def apply(table: Table, config: FillConfig, state: StepState) -> Table:
 
 
 def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
-    valid = valid_of(column)
+    valid = _known(column, config)
     name = column.field.name
-    if config.nan and not column.field.is_ragged and column.field.dtype.kind == "f":
-        valid = valid & ~np.isnan(column.values)
     if valid.all():
         return Column(field=column.field, values=column.values, offsets=column.offsets)
     if column.field.is_ragged and column.field.kind != TEXT:
@@ -109,6 +124,9 @@ def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
                 f"data.prepare, step 'fill': column {name!r} has no value before row {int(np.flatnonzero(~valid)[0]) + 1}; say "
                 f"value"
             )
+        if valid.all():
+            taken = column.take(source)
+            return Column(field=column.field, values=taken.values, offsets=taken.offsets)
         value = value if config.value is None else config.value
     if column.field.kind == TEXT:
         return text_column(

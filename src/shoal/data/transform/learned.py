@@ -8,7 +8,7 @@ from shoal.core.seeding import derive_key
 from shoal.data.table import Table
 from shoal.data.transform.config import KmeansConfig, PcaConfig
 from shoal.data.transform.matrix import need_some, numbers, whole_of
-from shoal.data.transform.moments import block_slices, comoments_of, map_blocks, merge_tree
+from shoal.data.transform.moments import BLOCK, block_slices, comoments_of, map_blocks, merge_tree, spread_rows
 from shoal.data.transform.state import StepState
 
 Matrix = NDArray[np.float64]
@@ -52,7 +52,7 @@ def fit_kmeans(table: Table, config: KmeansConfig, shards: int) -> StepState:
         raise RequestError(
             f"data.prepare, step 'kmeans': {config.clusters} clusters of {len(values)} training rows; ask for fewer"
         )
-    centres = first_centres(values[block_slices(len(values))[0]], config.clusters, config.seed)
+    centres = first_centres(values[spread_rows(len(values), BLOCK)], config.clusters, config.seed)
     for _ in range(config.rounds):
         current = centres
 

@@ -53,6 +53,15 @@ def block_slices(num_rows: int) -> list[slice]:
     return [slice(start, min(start + BLOCK, num_rows)) for start in range(0, num_rows, BLOCK)]
 
 
+def spread_rows(num_rows: int, most: int) -> NDArray[np.int64]:
+    """The places of ``most`` rows evenly spread over all, in their order, or of all where there are no more.
+
+    Rows that are sorted, by time say, are then not known by the earliest alone.
+    """
+    taken = min(most, num_rows)
+    return np.arange(taken, dtype=np.int64) * num_rows // max(1, taken)
+
+
 def map_blocks(make: Callable[[slice], Result], num_rows: int, shards: int = 1) -> list[Result]:
     """What every block gives, in the order of blocks; ``shards`` of them at work at a time."""
     blocks = block_slices(num_rows)

@@ -73,7 +73,7 @@ def fit_steps(table: Table, rows: Codes, steps: Sequence[AnyStep], *, train_dige
             continue
         state = _fit(table, step, shards)
         states.append(state)
-        table = _apply(table, step, state)
+        table = _apply(table, step, state, is_training=True)
     fitted = Fitted(steps=tuple(states), rows_digest=digest, num_rows=len(rows), recipe=steps_text(steps))
     return FitResult(fitted=fitted, train=table, rows=rows)
 
@@ -85,7 +85,7 @@ def apply_steps(table: Table, steps: Sequence[AnyStep], fitted: Fitted, *, is_tr
         table: rows as they were read.
         steps: the recipe's.
         fitted: what was learned from the training rows.
-        is_training: whether filters leave rows out.
+        is_training: whether they are training rows: filters leave some out, and nothing is filled from the last of them.
 
     Raises:
         RequestError: the state is of other steps.
@@ -99,7 +99,7 @@ def apply_steps(table: Table, steps: Sequence[AnyStep], fitted: Fitted, *, is_tr
             if is_training:
                 table = table.take(np.flatnonzero(keep_rows(table, step)))
             continue
-        table = _apply(table, step, state)
+        table = _apply(table, step, state, is_training=is_training)
     return table
 
 
@@ -124,9 +124,9 @@ def _fit(table: Table, step: AnyStep, shards: int) -> StepState:
     return StepState()
 
 
-def _apply(table: Table, step: AnyStep, state: StepState) -> Table:
+def _apply(table: Table, step: AnyStep, state: StepState, *, is_training: bool) -> Table:
     if isinstance(step, FillConfig):
-        return filling.apply(table, step, state)
+        return filling.apply(table, step, state, is_training=is_training)
     if isinstance(step, ScaleConfig):
         return scaling.apply(table, step, state)
     if isinstance(step, HashConfig):

@@ -93,6 +93,17 @@ def test_rows_are_those_of_the_table(tmp_path):
     assert two.spec.outputs == 2 and two.train.collate([0, 1]).targets.shape == (2, 2)
 
 
+def test_whole_numbers_stay_what_they_are_or_are_refused(tmp_path):
+    ids = np.arange(40) + (1 << 24)
+    columns = [number_column("user", ids), number_column("label", ids % 2), number_column("x", ids / 2)]
+    build_store([Table.of(columns)], str(tmp_path))
+    config = StoreConfig(path=str(tmp_path), target="label", inputs=("user",))
+    found = build_splits(config, 0).train.collate([0, 1]).inputs[0]
+    assert found.dtype == torch.int64 and found.tolist() == [[1 << 24], [(1 << 24) + 1]]
+    with pytest.raises(RequestError, match=r"column 'user' has 16777255, .* float32, which is exact up to 16777216"):
+        check_data(config.model_copy(update={"inputs": ("x", "user")}))
+
+
 def test_a_named_split_says_which_rows(tmp_path):
     table = numbers(100)
     build_store([table], str(tmp_path), options=SMALL)

@@ -111,7 +111,7 @@ def test_directions_and_centres_are_scikit_learns(whole):
     theirs = PCA(2, svd_solver="covariance_eigh").fit(matrix(whole)).components_
     directions = found.fitted.steps[0].arrays["directions"]
     assert np.abs(np.abs((directions * theirs).sum(axis=1)) - 1).max() < 1e-10
-    start = first_centres(matrix(whole)[:4096], 3, 0)
+    start = first_centres(matrix(whole)[np.arange(4096) * ROWS // 4096], 3, 0)
     centres = KMeans(3, init=start, n_init=1, max_iter=20, tol=0, algorithm="lloyd").fit(matrix(whole)).cluster_centers_
     assert found.fitted.steps[1].arrays["centres"] == pytest.approx(centres, rel=1e-9, abs=1e-9)
 
@@ -224,16 +224,36 @@ def test_an_isolation_forest_finds_what_is_far_away():
     assert 7 not in rows.tolist() and len(rows) >= 195
 
 
-def test_the_row_before_fills():
-    column = number_column("x", np.array([0, 1, 0, 0, 5]), np.array([False, True, False, False, True]))
-    step = {"step": "fill", "columns": ["x"], "how": "forward", "value": 9}
-    assert fit(Table.of([column]), step | {"value": 9}).train["x"].values.tolist() == [9, 1, 1, 1, 5]
-    with pytest.raises(RequestError, match="no value before row 1"):
-        apply_steps(
-            Table.of([column]),
-            steps_of(step | {"value": None}),
-            fit(Table.of([column.slice(0, 1)]), step | {"value": None}).fitted,
-        )
+def test_the_row_before_fills_and_nothing_comes_from_the_future():
+    column = number_column("x", np.array([0, 0, 1, 0, 5]), np.array([False, False, True, False, True]))
+    table, step = Table.of([column]), {"step": "fill", "columns": ["x"], "how": "forward"}
+    assert fit(table, step | {"value": 9}).train["x"].values.tolist() == [9, 9, 1, 1, 5]
+    with pytest.raises(RequestError, match="no value before row 1; say value"):
+        fit(table, step)
+    behind = fit(Table.of([column.slice(2, 5)]), step)
+    assert behind.train["x"].values.tolist() == [1, 1, 5]
+    # What is held out comes after the last training row; the training rows themselves do not, read anew or not.
+    assert apply_steps(table, steps_of(step), behind.fitted)["x"].values.tolist() == [5, 5, 1, 1, 5]
+    with pytest.raises(RequestError, match="no value before row 1; say value"):
+        apply_steps(table, steps_of(step), behind.fitted, is_training=True)
+    nans = number_column("x", np.array([2.0, np.nan]))
+    made = fit(Table.of([nans]), step | {"nan": True})
+    assert made.fitted.steps[0].values["values"] == [2.0]
+
+
+def test_what_is_kept_of_many_rows_is_spread_over_all_of_them():
+    """Of rows in the order of time the first ones know nothing of the last ones."""
+    rows = 40_000
+    base = np.arange(rows, dtype=np.float64)
+    known = np.ones(rows, np.bool_)
+    known[-1] = False
+    table = Table.of([number_column("a", base), number_column("b", base * 2, known)])
+    made = fit(table, {"step": "fill", "columns": ["a", "b"], "how": "neighbours", "neighbours": 1})
+    assert len(made.fitted.steps[0].arrays["rows"]) == 1 << 14
+    assert made.train["b"].values[-1] == pytest.approx(2 * rows, rel=1e-3)
+    two = Table.of([number_column("a", (base > rows / 2) * 1.0)])
+    centres = fit(two, {"step": "kmeans", "columns": ["a"], "to": "k", "clusters": 2}).fitted.steps[0].arrays["centres"]
+    assert sorted(centres.ravel()) == [0, 1]
 
 
 @pytest.mark.parametrize(
