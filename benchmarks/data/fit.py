@@ -14,6 +14,7 @@ from sklearn.preprocessing import MinMaxScaler, RobustScaler, StandardScaler
 from shoal.data.table import Table, number_column
 from shoal.data.transform import filling, learned, scaling
 from shoal.data.transform.config import FillConfig, KmeansConfig, PcaConfig, ScaleConfig
+from shoal.data.transform.pipeline import TableRows
 
 ROWS, COLUMNS, ROUNDS = 1_000_000, 8, 3
 CLUSTERED, LACKING = 200_000, 4000
@@ -28,6 +29,10 @@ def cpu_seconds(call: Callable[[], object]) -> float:
     return time.process_time() - before
 
 
+def rows_of(table: Table) -> TableRows:
+    return TableRows(table=table, numbers=np.arange(len(table)))
+
+
 def measure_fit() -> dict[str, object]:
     values = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)) * 10.0 ** np.arange(-4, 4)
     values[np.random.default_rng(1).random(values.shape) < 0.05] = np.nan
@@ -39,16 +44,17 @@ def measure_fit() -> dict[str, object]:
             for place, name in enumerate(names)
         ]
     )
+    rows = rows_of(table)
     pairs: dict[str, Pair] = {}
     for how, theirs in (("standard", StandardScaler()), ("minmax", MinMaxScaler()), ("robust", RobustScaler())):
         config = ScaleConfig(step="scale", columns=names, how=how)
-        pairs[how] = (lambda config=config: scaling.fit(table, config, 1), lambda theirs=theirs: theirs.fit(values))
+        pairs[how] = (lambda config=config: scaling.fit(rows, config, 1), lambda theirs=theirs: theirs.fit(values))
     pairs |= _learned(values)
     for how in ("mean", "median"):
         fill = FillConfig(step="fill", columns=names, how=how)
         imputer = SimpleImputer(strategy=how)
         pairs[f"fill {how}"] = (
-            lambda fill=fill: filling.fit(table, fill, 1),
+            lambda fill=fill: filling.fit(rows, fill, 1),
             lambda imputer=imputer: imputer.fit(values),
         )
     results: dict[str, object] = {"rows": ROWS, "columns": COLUMNS, "clustered": CLUSTERED, "lacking": LACKING}
@@ -84,10 +90,10 @@ def _learned(values: np.ndarray) -> dict[str, Pair]:
     fill = FillConfig(step="fill", columns=names, how="neighbours")
     imputer = KNNImputer(n_neighbors=fill.neighbours)
     return {
-        "pca": (lambda: learned.fit_pca(table, pca, 1), lambda: PCA(4).fit(whole)),
-        "kmeans": (lambda: learned.fit_kmeans(part, kmeans, 1), lambda: lloyd.fit(whole[:CLUSTERED])),
+        "pca": (lambda: learned.fit_pca(rows_of(table), pca, 1), lambda: PCA(4).fit(whole)),
+        "kmeans": (lambda: learned.fit_kmeans(rows_of(part), kmeans, 1), lambda: lloyd.fit(whole[:CLUSTERED])),
         "fill neighbours, applied": (
-            lambda: filling.apply(lacking, fill, filling.fit(lacking, fill, 1)),
+            lambda: filling.apply(lacking, fill, filling.fit(rows_of(lacking), fill, 1)),
             lambda: imputer.fit_transform(few),
         ),
     }

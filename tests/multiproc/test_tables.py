@@ -48,6 +48,29 @@ def test_a_resume_in_the_middle_ends_in_the_same_weights(shoal, recipe):
     )
 
 
+def test_a_store_of_the_rows_ends_in_the_weights_of_the_table(shoal, recipe):
+    """Over a resume with a version appended in between; what was fitted is in the run, for evaluations and servers."""
+    shoal.run("train", recipe, "--run-dir", "table")
+    shoal.run("data", "build", "pumps.csv", "pumps", "--type", "when=time", "--block-bytes", 16384)
+    shares = ("--validation", 0.15, "--test", 0.15)
+    shoal.run("data", "split", "pumps", "--by", "user", "--key", "user", *shares, "--save", "users")
+    text = recipe.read_text().replace(
+        'source = "table"\npath = "pumps.csv"', 'source = "store"\npath = "pumps"\nsplit = "users"'
+    )
+    text = text.replace('[data.cut]\nby = "user"\nkey = "user"\n', "").replace('types = { when = "time" }\n', "")
+    path = shoal.folder / "store.toml"
+    path.write_text(text)
+    shoal.run("train", path, "--run-dir", "store", "--set", "train.steps=20")
+    shoal.run("data", "build", "pumps.csv", "pumps", "--append", "--type", "when=time")
+    shoal.run("train", path, "--run-dir", "store", "--resume")
+    assert sha(shoal, "store") == sha(shoal, "table")
+    for name in ("fitted.json", "fitted.safetensors", "columns.json"):
+        ours, theirs = ((shoal.folder / run / "data" / name).read_bytes() for run in ("store", "table"))
+        assert ours == theirs, name
+    shoal.run("eval", "store", "--split", "test", "--json", "e.json")
+    assert 0 < json.loads((shoal.folder / "e.json").read_text())["loss"] < 10
+
+
 def test_rows_that_changed_and_a_state_that_was_altered_are_refused(shoal, recipe):
     shoal.run("train", recipe, "--run-dir", "run", "--set", "train.steps=5")
     table = shoal.folder / "pumps.csv"

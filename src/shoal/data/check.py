@@ -20,13 +20,14 @@ from shoal.data.config import (
 )
 from shoal.data.order import split_positions
 from shoal.data.partition.cut import NAMES
-from shoal.data.prepare import prepare_rows
+from shoal.data.prepare import prepare_rows, say_unknown
 from shoal.data.sources.corpus import VOCAB, find_corpus
 from shoal.data.sources.digits import DIGITS_SPEC, NUM_DIGITS, require_digits
 from shoal.data.sources.storefile import open_store_data
 from shoal.data.sources.synthetic import describe_synthetic
 from shoal.data.sources.tokens import open_tokens
 from shoal.data.spec import DataSpec
+from shoal.data.tiers.config import check_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,10 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         return _summary(spec, counts, f"{file.ids.size} token ids of {file.vocab} in {config.path}")
     if isinstance(config, StoreConfig):
         data = open_store_data(config)
-        return _summary(
-            data.spec, data.counts, f"version {data.reader.version} of {config.path}, {len(data.reader)} rows"
-        )
+        lines = [f"version {data.reader.version} of {config.path}, {len(data.reader)} rows"]
+        if data.prepared is not None:
+            lines += say_unknown(dict(zip(NAMES, data.prepared.unknown, strict=True)))
+        return _summary(data.spec, data.counts, "; ".join(lines))
     if isinstance(config, SyntheticConfig):
         parts = split_positions(config.samples, config.validation, config.test)
         return _summary(
@@ -76,6 +78,20 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         return _summary(found.spec, [len(found.splits[name]) for name in NAMES], "; ".join(found.lines))
     load_build(config)
     return DataSummary(spec=None, train=None, validation=None, test=None, description=f"your own, by {config.build}")
+
+
+def check_room(config: AnyDataConfig, *, num_ranks: int) -> None:
+    """Refuse a cache that this machine has no room for.
+
+    Args:
+        config: the data; what is kept near of it is for each rank.
+        num_ranks: of this host that read data.
+
+    Raises:
+        RequestError: names what is asked for and what is there.
+    """
+    if isinstance(config, StoreConfig | TableConfig):
+        check_cache(config.cache, num_ranks=num_ranks)
 
 
 def describe_text(sequence: int) -> DataSpec:

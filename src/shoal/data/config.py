@@ -105,10 +105,12 @@ class StoreConfig(_Loaded):
     """Which version is read; the newest when the run starts, which its own recipe then names, when left out."""
     split: str | None = None
     """A split that ``shoal data split --save`` kept; the shares ``validation`` and ``test``, in their order, when left out."""
-    inputs: tuple[str, ...] = ()
-    """Columns that the model takes; all of numbers but the target when left out."""
+    inputs: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
+    """Columns that the model takes, all of numbers but the target when left out; or a table from names of inputs to columns, for
+    a model that takes keywords."""
     target: str | None = None
-    """The column that is predicted: whole numbers are classes, others a regression."""
+    """The column that is predicted: texts are labels, whole numbers classes or, with ``labels``, ``prepare`` or named inputs,
+    labels too; others a regression."""
     targets: tuple[str, ...] = ()
     """Several columns that are predicted together, a regression; instead of ``target``."""
     sequence: Count | None = None
@@ -122,14 +124,27 @@ class StoreConfig(_Loaded):
     cache: CacheConfig = CacheConfig()
     """What is kept near of a store that is not on this machine."""
     follow: bool = False
-    """Take up newer versions where an epoch begins, on all ranks together; what is held out stays as it was at the start."""
+    """Take up newer versions where an epoch begins, on all ranks together; what is held out, and what steps and labels were
+    fitted to, stays as it was at the start."""
     load: Literal["whole", "blocks", "index"] = "index"
     """whole: everything in memory; blocks: one behind another; index: rows all over the store."""
+    prepare: tuple[StepConfig, ...] = ()
+    """Steps that are fitted on the training rows, block by block, and applied to rows when they are read."""
+    labels: LabelsConfig | None = None
+    """The one vocabulary of labels; without it whole numbers of a store without ``prepare`` are classes as they are, from 0."""
+    fitted: str | None = None
+    """A folder with the fitted steps of a run, which are then not fitted again; a run writes its own here."""
+    fitted_digest: str | None = None
+    """What the fitted steps must be; a run writes it."""
 
     @model_validator(mode="after")
     def _say_one_target(self) -> Self:
         if self.target is not None and self.targets:
             raise ValueError("target and targets both say what is predicted; leave one of them out")
+        if self.sequence is not None and (self.prepare or self.labels is not None):
+            raise ValueError(
+                "prepare and labels are for rows, and sequence makes samples of token ids alone; leave one out"
+            )
         return self
 
 

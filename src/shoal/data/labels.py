@@ -6,8 +6,9 @@ its meaning.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +46,10 @@ class LabelSpace:
         """What two workers must agree on."""
         return hashlib.blake2b(json.dumps(self.names, ensure_ascii=True).encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def _places(self) -> dict[Label, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
     def describe(self) -> str:
         """In a few words, which are others for other labels."""
         first, last = (f"{str(self.names[place])[:30]!r}" for place in (0, -1)) if self.names else ("none", "none")
@@ -63,8 +68,7 @@ class LabelSpace:
     def encode(self, labels: Sequence[Label], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Ids of rows, given their distinct labels and places among them; the number of rows whose label is unknown, which get
         the id that counts for nothing."""
-        places = {name: place for place, name in enumerate(self.names)}
-        ids = np.array([places.get(label, IGNORED) for label in labels], dtype=np.int64)
+        ids = np.array([self._places.get(label, IGNORED) for label in labels], dtype=np.int64)
         found = ids[codes] if len(ids) else np.zeros(0, np.int64)
         return found, int((found == IGNORED).sum())
 
@@ -108,3 +112,39 @@ def labels_of(table: Table, name: str, *, where: str) -> tuple[list[Any], NDArra
             f"{where}: column {name!r} is {table.schema[name].kind}, and labels are texts or whole numbers"
         )
     return labels, groups.codes
+
+
+def count_labels(labels: Sequence[Any], codes: NDArray[np.int64]) -> dict[Any, int]:
+    """Rows of each of the distinct labels."""
+    return dict(zip(labels, np.bincount(codes, minlength=len(labels)).tolist(), strict=True))
+
+
+def choose_labels(
+    counts: Mapping[str, Mapping[Any, int]], config: LabelsConfig, *, what: str, where: str
+) -> tuple[LabelSpace, dict[str, int]]:
+    """The vocabulary of a run, and how many rows of every split have a label that is not in it.
+
+    Args:
+        counts: rows of each label, by the splits, the training rows' first; only those make the vocabulary.
+        config: what becomes of other labels.
+        what: the column.
+        where: the data, for messages.
+
+    Raises:
+        RequestError: there are too many labels, or a held-out one is unknown and that is not allowed.
+    """
+    first, *others = counts
+    space = unite_labels([counts[first]], most=config.most, what=what)
+    if config.unknown == "append":
+        for split in others:
+            space = space.append(counts[split], most=config.most, what=what)
+    known, unknown = set(space.names), {}
+    for split, found in counts.items():
+        strange = sort_labels(label for label in found if label not in known)
+        unknown[split] = sum(found[label] for label in strange)
+        if strange and config.unknown == "refuse":
+            raise RequestError(
+                f"the {split} split of {where} has {unknown[split]} rows with labels of {what!r} that no training row has, "
+                f'{strange[0]!r} the first; cut by = "label", or set data.labels.unknown = "count" or "append"'
+            )
+    return space, unknown

@@ -6,7 +6,7 @@ and fits nothing.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from shoal.core.events import DataCache
 from shoal.data.config import TableConfig
 from shoal.data.formats.opening import Opened, open_data
 from shoal.data.formats.options import ReadOptions, Rejects
-from shoal.data.labels import LabelSpace, labels_of, unite_labels
+from shoal.data.labels import LabelSpace, choose_labels, count_labels, labels_of
 from shoal.data.partition.certificate import CutCertificate
 from shoal.data.partition.cut import NAMES, columns_of, cut_table
 from shoal.data.spec import DataSpec
 from shoal.data.table import Column, Field, Schema, Table, concat_tables
-from shoal.data.transform.config import DateConfig, KmeansConfig, PcaConfig
-from shoal.data.transform.pipeline import apply_steps, fit_steps
+from shoal.data.transform.blocks import fit_shards
+from shoal.data.transform.config import AnyStep
+from shoal.data.transform.pipeline import apply_steps, columns_made, fit_steps
 from shoal.data.transform.state import JSON_NAME, Fitted, load_fitted
 
 _EXACT = 1 << 24
@@ -47,12 +48,10 @@ class PreparedSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedRows:
-    """All splits, and what is known of them."""
+class ModelColumns:
+    """What becomes of the columns of rows, wherever those lie."""
 
-    splits: Mapping[str, PreparedSplit]
     spec: DataSpec
-    certificate: CutCertificate
     fitted: Fitted
     space: LabelSpace | None
     schema: Schema
@@ -62,6 +61,19 @@ class PreparedRows:
     targets: tuple[str, ...]
     is_named: bool
     """True where inputs have names."""
+
+    @property
+    def vocabulary(self) -> str:
+        """The target's column and its labels, for the fingerprint; empty of a regression."""
+        return "" if self.space is None else f"{self.targets[0]!r} ({self.space.describe()})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRows(ModelColumns):
+    """All splits, and what is known of them."""
+
+    splits: Mapping[str, PreparedSplit]
+    certificate: CutCertificate
     rejected: int = 0
     cached: DataCache | None = None
     """What the cache of the files did while they were read; None where there is none."""
@@ -87,7 +99,7 @@ def open_rows(config: TableConfig) -> Opened:
     )
     opened = open_data(config.path, format=config.format, pattern=config.pattern, where=config.where, options=options)
     wanted = _mentioned(config, opened)
-    _refuse_unknown(wanted, config, opened.schema)
+    refuse_unknown_columns(wanted, config.prepare, opened.schema, config.path)
     fields = tuple(field for field in opened.schema.fields if field.name in wanted)
     if not fields:
         raise RequestError(f"data.inputs names no column of {config.path}; it has {', '.join(opened.schema.names)}")
@@ -107,19 +119,16 @@ def _mentioned(config: TableConfig, opened: Opened) -> set[str]:
     return names
 
 
-def _refuse_unknown(wanted: set[str], config: TableConfig, schema: Schema) -> None:
-    """Refuse columns that are neither in the files nor made by a step."""
-    made = set()
-    for step in config.prepare:
-        made |= {step.to} if isinstance(step, PcaConfig | KmeansConfig) else set()
-        made |= (
-            {f"{name}_{part}" for name in step.columns for part in step.parts}
-            if isinstance(step, DateConfig)
-            else set()
-        )
-    for name in sorted(wanted - made - set(schema.names)):
+def refuse_unknown_columns(wanted: Iterable[str], steps: Sequence[AnyStep], schema: Schema, where: str) -> None:
+    """Refuse columns that are neither read nor made by a step.
+
+    Raises:
+        RequestError: names the column, and the nearest.
+    """
+    made = {name for step in steps for name in columns_made(step) - set(step.columns)}
+    for name in sorted(set(wanted) - made - set(schema.names)):
         near = did_you_mean(name, (*schema.names, *made))
-        raise RequestError(f"data: there is no column {name!r} in {config.path}, and no step makes it; {near}")
+        raise RequestError(f"data: there is no column {name!r} in {where}, and no step makes it; {near}")
 
 
 def _targets_of(config: TableConfig) -> tuple[str, ...]:
@@ -134,10 +143,12 @@ def _inputs_of(config: TableConfig, names: tuple[str, ...]) -> dict[str, tuple[s
     return {"": config.inputs or tuple(name for name in names if name not in others)}
 
 
-def _raw_schema(schema: Schema, inputs: Mapping[str, tuple[str, ...]], config: TableConfig) -> Schema:
+def raw_schema(
+    schema: Schema, inputs: Mapping[str, tuple[str, ...]], targets: Sequence[str], steps: Sequence[AnyStep]
+) -> Schema:
     """The columns that are read for the model: not those that only the cut looks at."""
-    used = {name for columns in inputs.values() for name in columns} | set(_targets_of(config))
-    used |= {name for step in config.prepare for name in step.columns}
+    used = {name for columns in inputs.values() for name in columns} | set(targets)
+    used |= {name for step in steps for name in step.columns}
     return Schema(fields=tuple(field for field in schema.fields if field.name in used))
 
 
@@ -179,18 +190,14 @@ def prepare_rows(config: TableConfig) -> PreparedRows:
         f"{table.num_rows} rows of {len(opened.files)} {opened.format} file(s) in {config.path}",
         *cut.certificate.lines(),
     ]
-    lines += [
-        f"{count} rows of the {name} split have an unknown label and count for nothing"
-        for name, count in unknown.items()
-        if count
-    ]
+    lines += say_unknown(unknown)
     return PreparedRows(
         splits=splits,
-        spec=_describe(splits["train"], space, config, is_tokens=not _targets_of(config)),
+        spec=_describe(splits["train"], space, config),
         certificate=cut.certificate,
         fitted=fitted,
         space=space,
-        schema=_raw_schema(table.schema, inputs, config),
+        schema=raw_schema(table.schema, inputs, _targets_of(config), config.prepare),
         inputs=inputs,
         targets=_targets_of(config),
         is_named=isinstance(config.inputs, dict),
@@ -214,7 +221,8 @@ def _fit_or_load(
             )
         train = apply_steps(parts["train"], config.prepare, fitted, is_training=True)
     else:
-        result = fit_steps(parts["train"], rows["train"], config.prepare, train_digest=digest)
+        shards = fit_shards()
+        result = fit_steps(parts["train"], rows["train"], config.prepare, train_digest=digest, shards=shards)
         fitted, train = result.fitted, result.train
     held_out = {name: apply_steps(parts[name], config.prepare, fitted) for name in NAMES[1:]}
     return fitted, {"train": train, **held_out}
@@ -228,30 +236,30 @@ def _targets(
         return None, {}, {}
     for name in names:
         _have(parts["train"], name, "target")
-    field = parts["train"].schema[names[0]]
-    is_label = len(names) == 1 and (field.is_ragged or field.dtype.kind in "iub")
-    if not is_label:
+    if not is_label(parts["train"].schema[names[0]], names):
         return (
             None,
             {},
             {split: tensor_of(part, names, f"the {split} split", what="target") for split, part in parts.items()},
         )
     found = {split: labels_of(part, names[0], where=f"the {split} split of {where}") for split, part in parts.items()}
-    space = unite_labels([found["train"][0]], most=config.labels.most, what=names[0])
-    if config.labels.unknown == "append":
-        for split in NAMES[1:]:
-            space = space.append(found[split][0], most=config.labels.most, what=names[0])
-    targets, unknown = {}, {}
-    for split, (labels, codes) in found.items():
-        targets[split], unknown[split] = space.encode(labels, codes)
-        if unknown[split] and config.labels.unknown == "refuse":
-            strange = next(label for label in labels if label not in space.names)
-            raise RequestError(
-                f"the {split} split of {where} has {unknown[split]} rows with labels of {names[0]!r} that no training row has, "
-                f"{strange!r} "
-                'the first; cut by = "label", or set data.labels.unknown = "count" or "append"'
-            )
-    return space, unknown, targets
+    counts = {split: count_labels(labels, codes) for split, (labels, codes) in found.items()}
+    space, unknown = choose_labels(counts, config.labels, what=names[0], where=where)
+    return space, unknown, {split: space.encode(labels, codes)[0] for split, (labels, codes) in found.items()}
+
+
+def say_unknown(unknown: Mapping[str, int]) -> list[str]:
+    """Rows of each split whose label is not in the vocabulary, for people."""
+    return [
+        f"{count} rows of the {name} split have an unknown label and count for nothing"
+        for name, count in unknown.items()
+        if count
+    ]
+
+
+def is_label(field: Field, targets: Sequence[str]) -> bool:
+    """Whether the one target is a label: text, or whole numbers."""
+    return len(targets) == 1 and not field.shape and (field.is_ragged or field.dtype.kind in "iub")
 
 
 def _have(table: Table, name: str, what: str) -> Column:
@@ -278,12 +286,7 @@ def tensor_of(table: Table, names: tuple[str, ...], where: str, what: str = "inp
                 "(hash, vocabulary, ngrams, date)"
             )
         if column.valid is not None and not column.valid.all():
-            count = int((~column.valid).sum())
-            raise RequestError(
-                f'data.{what}: column {own.name!r} has {count} missing values in {where}; write a step "fill" in '
-                f"data.prepare, or "
-                'a step "filter" with how = "missing"'
-            )
+            raise missing_values(own.name, int((~column.valid).sum()), where, what)
     is_whole = all(column.field.dtype.kind in "iu" for column in columns) and what == "inputs"
     kind = np.int64 if is_whole else np.float32
     if kind == np.float32 and what == "inputs":
@@ -294,6 +297,14 @@ def tensor_of(table: Table, names: tuple[str, ...], where: str, what: str = "inp
         return np.ascontiguousarray(columns[0].values.astype(kind))
     flat = [column.values.reshape(len(table), math.prod(column.field.shape)).astype(kind) for column in columns]
     return np.ascontiguousarray(np.concatenate(flat, axis=1))
+
+
+def missing_values(name: str, count: int, where: str, what: str = "inputs") -> RequestError:
+    """What is said of values that a model cannot take."""
+    return RequestError(
+        f'data.{what}: column {name!r} has {count} missing values in {where}; write a step "fill" in data.prepare, or a step '
+        '"filter" with how = "missing"'
+    )
 
 
 def refuse_rounding(field: Field, lowest: int, highest: int) -> None:
@@ -311,15 +322,22 @@ def refuse_rounding(field: Field, lowest: int, highest: int) -> None:
         )
 
 
-def _describe(train: PreparedSplit, space: LabelSpace | None, config: TableConfig, *, is_tokens: bool) -> DataSpec:
+def _describe(train: PreparedSplit, space: LabelSpace | None, config: TableConfig) -> DataSpec:
     first = next(iter(train.inputs.values()))
-    if is_tokens:
+    if not _targets_of(config):
         highest = max(int(first.max()), int(train.targets.max())) + 1
         return DataSpec(kind="tokens", vocab=highest, sequence=first.shape[1], tokens_per_sample=first.shape[1])
-    kind = "own" if isinstance(config.inputs, dict) else "classes" if space is not None else "regression"
+    return describe_columns(first, train.targets, space, is_named=isinstance(config.inputs, dict))
+
+
+def describe_columns(
+    first: NDArray[Any], targets: NDArray[Any], space: LabelSpace | None, *, is_named: bool
+) -> DataSpec:
+    """The shapes of rows, of which these are some: their first input and their targets."""
+    kind = "own" if is_named else "classes" if space is not None else "regression"
     return DataSpec(
         kind=kind,
         features=tuple(first.shape[1:]),
         classes=None if space is None else len(space.names),
-        outputs=train.targets.shape[1] if space is None else None,
+        outputs=targets.shape[1] if space is None else None,
     )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shoal.core.config import Config, validate
 from shoal.core.errors import RequestError, RunError, did_you_mean
 from shoal.data.formats.kinds import Unfit, column_of_values
-from shoal.data.prepare import PreparedRows, tensor_of
+from shoal.data.prepare import ModelColumns, tensor_of
 from shoal.data.table import Field, Schema, Table
 from shoal.data.transform.config import AnyStep, StepConfig
 from shoal.data.transform.pipeline import apply_steps
@@ -93,7 +93,7 @@ class Preparation:
         return self.prepare(Table.of(columns))
 
 
-def save_columns(rows: PreparedRows, folder: Path) -> None:
+def save_columns(rows: ModelColumns, folder: Path) -> None:
     """Write the columns of a run beside what was fitted."""
     body = {
         "format": _FORMAT,

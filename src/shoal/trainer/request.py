@@ -21,10 +21,9 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
-from shoal.data.check import DataSummary, check_data
-from shoal.data.config import OwnDataConfig, StoreConfig
+from shoal.data.check import DataSummary, check_data, check_room
+from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
-from shoal.data.tiers.config import check_cache
 from shoal.elastic.refusals import check_group
 from shoal.engine.callback_config import EARLY_STOP, OwnCallbackConfig, check_followed, is_own
 from shoal.engine.callbacks.adapt_rules import adapt_problems
@@ -141,10 +140,8 @@ def prepare(request: TrainRequest, *, own: OwnParts) -> Prepared:
     recipe = pin_data(recipe, RunDir(run_dir) if request.resume else None)
     check_claim(run_dir, recipe, resume=request.resume)
     prepared = check_parts(recipe, plan, resolved, run_dir=run_dir, resume=request.resume, own=own, tries=True)
-    if isinstance(recipe.data, StoreConfig):
-        # Servers of a parameter-server job read no data.
-        readers = prepared.setup.world_size - (prepared.setup.plan.ps or 0)
-        check_cache(recipe.data.cache, num_ranks=request.ranks_here or readers)
+    readers = prepared.setup.world_size - (prepared.setup.plan.ps or 0)
+    check_room(recipe.data, num_ranks=request.ranks_here or readers)
     is_own = isinstance(recipe.data, OwnDataConfig)
     if is_own and request.resume and not recipe.checkpoint.other_data and already_finished(prepared) is None:
         own.check_same_data(recipe, RunDir(run_dir).checkpoints)

@@ -8,10 +8,19 @@ import torch
 from shoal.core.events import DataCache
 from shoal.data.batchform import BatchForm, Branch, Leaf
 from shoal.data.config import TableConfig
-from shoal.data.prepare import PreparedRows, PreparedSplit, prepare_rows
+from shoal.data.prepare import ModelColumns, PreparedRows, PreparedSplit, prepare_rows
 from shoal.data.source import Items, SampleIds, Splits
 from shoal.data.sources.arrays import digest_arrays
 from shoal.data.spec import IGNORED
+
+
+def form_of(columns: ModelColumns) -> BatchForm | None:
+    """How a batch makes the call: by keywords where inputs have names."""
+    if not columns.is_named:
+        return None
+    names = tuple(columns.inputs)
+    leaves = tuple(Leaf(place) for place in range(len(names)))
+    return BatchForm(inputs=Branch(dict, names, leaves), targets=Leaf(0))
 
 
 class RowSource:
@@ -22,14 +31,13 @@ class RowSource:
         self._inputs = tuple(split.inputs.values())
         self._targets = split.targets
         names = tuple(split.inputs)
-        leaves = tuple(Leaf(place) for place in range(len(names)))
-        self._form = BatchForm(inputs=Branch(dict, names, leaves), targets=Leaf(0)) if rows.is_named else None
+        self._form = form_of(rows)
         self._each = rows.spec.tokens_per_sample
         self._is_uniform = split.unknown == 0
         # Rows of other numbers with labels of another order would be other classes.
         self._said = f"{names}{'' if rows.space is None else rows.space.digest}{rows.fitted.digest}"
 
-        self._vocabulary = "" if rows.space is None else f"{rows.targets[0]!r} ({rows.space.describe()})"
+        self._vocabulary = rows.vocabulary
 
     def __len__(self) -> int:
         return len(self._targets)

@@ -10,6 +10,7 @@ from shoal.core.errors import RequestError, RunError
 from shoal.data.config import StoreConfig
 from shoal.data.order import split_positions
 from shoal.data.prepare import refuse_rounding
+from shoal.data.sources.preparedstore import PreparedStore, is_prepared, prepare_store
 from shoal.data.sources.storecache import StoreCache
 from shoal.data.spec import DataSpec
 from shoal.data.store.folder import open_folder
@@ -19,6 +20,7 @@ from shoal.data.store.splits import PARTS, Split, read_split
 from shoal.data.store.tokens import TokenSequence, choose_tokens
 from shoal.data.table import Field
 from shoal.data.tiers.config import check_cache
+from shoal.data.transform.blocks import fit_shards
 
 _UNPACKED_BYTES = 32 * 2**20
 """Of blocks as tables, beside what the cache holds."""
@@ -40,6 +42,8 @@ class StoreData:
     """Of blocks of another machine."""
     follows: bool = False
     """The run takes up newer versions."""
+    prepared: PreparedStore | None = None
+    """Where rows go through steps or a vocabulary."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -70,6 +74,9 @@ class StoreData:
             raise RunError(
                 f"{origin} does not go on from version {self.reader.version}: it has other columns, or fewer rows"
             )
+        if self.prepared is not None:
+            made = self.prepared.grown(reader, origin)
+            return replace(self, reader=reader, parts=made.parts, prepared=made)
         for number in range(self.reader.num_blocks, reader.num_blocks):
             stats = reader.block_stats(number)
             for name in (*self.inputs, *self.targets):
@@ -103,6 +110,9 @@ class StoreData:
         found = xxhash.xxh3_64(self.reader.block_list.digests.tobytes())
         found.update(part.starts.tobytes() + part.stops.tobytes())
         found.update(repr((self.inputs, self.targets, self.spec.sequence)).encode())
+        if self.prepared is not None:
+            columns = self.prepared.columns
+            found.update(f"{dict(columns.inputs)}{columns.targets}{columns.fitted.digest}".encode())
         return found.hexdigest()
 
 
@@ -196,6 +206,11 @@ def _open_rows(config: StoreConfig, reader: StoreReader, split: Split | None) ->
             f"data.target says which column is predicted, and it is not given; the columns are "
             f"{', '.join(reader.manifest.schema.names)}, and for token ids data.sequence is given instead"
         )
+    parts = _cut_rows(config, reader, split)
+    if is_prepared(config, reader.schema):
+        made = prepare_store(config, reader, parts, shards=fit_shards())
+        return StoreData(reader=reader, spec=made.columns.spec, parts=made.parts, follows=config.follow, prepared=made)
+    assert not isinstance(config.inputs, dict), "named inputs are prepared"
     inputs = config.inputs or tuple(
         field.name for field in reader.schema.fields if field.name not in targets and not field.is_ragged
     )
@@ -203,29 +218,37 @@ def _open_rows(config: StoreConfig, reader: StoreReader, split: Split | None) ->
         raise RequestError("data.inputs names no column, and beside the target there is none of numbers; name one")
     for name in (*inputs, *targets):
         _check_numbers(reader.schema[name])
-    if split is None:
-        cut = split_positions(len(reader), config.validation, config.test, what="rows")
-        train, validation, test = (RowSelection.of_range(part) for part in cut)
-    else:
-        empty = RowSelection.of_range(range(0))
-        train, validation, test = (split.parts.get(name, empty) for name in PARTS)
-        if not len(train):
-            raise RequestError(f"data.split: {split.name!r} has no row to train on")
     spec = _describe(reader, inputs, targets)
     return StoreData(
         reader=reader,
         spec=spec,
-        parts=(train, validation, test),
+        parts=parts,
         inputs=inputs,
         targets=targets,
         follows=config.follow,
     )
 
 
+def _cut_rows(
+    config: StoreConfig, reader: StoreReader, split: Split | None
+) -> tuple[RowSelection, RowSelection, RowSelection]:
+    """Rows of train, validation and test."""
+    if split is None:
+        cut = split_positions(len(reader), config.validation, config.test, what="rows")
+        train, validation, test = (RowSelection.of_range(part) for part in cut)
+        return train, validation, test
+    empty = RowSelection.of_range(range(0))
+    train, validation, test = (split.parts.get(name, empty) for name in PARTS)
+    if not len(train):
+        raise RequestError(f"data.split: {split.name!r} has no row to train on")
+    return train, validation, test
+
+
 def _check_numbers(field: Field) -> None:
     if field.is_ragged or field.dtype.kind not in "biuf":
         raise RequestError(
-            f"column {field.name!r} is {field.kind}, and a model takes numbers of one shape; leave it out of data.inputs"
+            f"column {field.name!r} is {field.kind}, and a model takes numbers of one shape; leave it out of data.inputs, or "
+            "make some of it in data.prepare (hash, vocabulary, ngrams, date, image)"
         )
 
 
@@ -234,8 +257,8 @@ def _describe(reader: StoreReader, inputs: Sequence[str], targets: Sequence[str]
     for name in (*inputs, *targets):
         if stats[name].missing:
             raise RequestError(
-                f"column {name!r} has no value in {stats[name].missing} of {len(reader)} rows, and a model takes numbers; fill "
-                "them before the store is built, or leave the column out"
+                f"column {name!r} has no value in {stats[name].missing} of {len(reader)} rows, and a model takes numbers; write "
+                'a step "fill" in data.prepare, or leave the column out'
             )
     fields = [reader.schema[name] for name in inputs]
     if not all(field.dtype.kind in "iu" for field in fields):

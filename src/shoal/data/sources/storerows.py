@@ -12,7 +12,9 @@ from shoal.data.config import StoreConfig
 from shoal.data.options import LoaderOptions
 from shoal.data.prepare import tensor_of
 from shoal.data.source import Items, SampleIds, Splits
+from shoal.data.sources.rows import form_of
 from shoal.data.sources.storefile import StoreData, open_store_data
+from shoal.data.spec import IGNORED
 from shoal.data.store.checks.watch import WatchedStore
 from shoal.data.store.selection import RowSelection
 from shoal.data.table import Table
@@ -21,8 +23,12 @@ from shoal.data.table import Table
 class StoreRows:
     """Rows of a store: the input columns beside one another, and the target."""
 
-    def __init__(self, data: StoreData, part: RowSelection) -> None:
+    def __init__(self, data: StoreData, part: RowSelection, unknown: int = 0) -> None:
         self._data, self._part = data, part
+        made = data.prepared
+        self._form = None if made is None else form_of(made.columns)
+        # Rows that are appended later may have unknown labels too.
+        self._is_uniform = unknown == 0 and not (made is not None and data.follows and made.config.unknown == "count")
         self.options = LoaderOptions()
         self._first_data, self._first_part = data, part
         self.follows = data.follows
@@ -56,6 +62,12 @@ class StoreRows:
 
     def grow(self, version: int) -> None:
         """See ``Growing``."""
+        if self._data.prepared is not None:
+            # What was added is looked at once: its filters, its labels, its missing values. Who goes back begins at the start.
+            known = self._data if version >= self.version else self._first_data
+            self._data = known.grown(version)
+            self._part = self._data.parts[0]
+            return
         first = self._first_part
         self._data = self._first_data.grown(version)
         added = np.array([len(self._first_data.reader), len(self._data.reader)], dtype=np.int64)
@@ -67,11 +79,16 @@ class StoreRows:
 
     @property
     def uniform_weight(self) -> int | None:
-        """Every sample counts once."""
-        return 1
+        """Every sample counts once; None where some have a label that counts for nothing."""
+        return 1 if self._is_uniform else None
+
+    @property
+    def vocabulary(self) -> str:
+        """The target's column and its labels, for the fingerprint; empty where there are none."""
+        return "" if self._data.prepared is None else self._data.prepared.columns.vocabulary
 
     def digest(self) -> str:
-        """A hash of all samples, from the digests of the blocks."""
+        """A hash of all samples, from the digests of the blocks, and of what was fitted."""
         return self._data.digest(self._part)
 
     def collate(self, ids: SampleIds) -> Items:
@@ -79,8 +96,15 @@ class StoreRows:
 
         Raises:
             BrokenFile: a block is gone, torn or altered; names its file.
+            RequestError: a row has a value that a step cannot use.
         """
-        table = self._data.reader.read(self._part.rows(np.asarray(ids, dtype=np.int64)))
+        rows = self._part.rows(np.asarray(ids, dtype=np.int64))
+        if self._data.prepared is not None:
+            made, found = self._data.prepared.make(rows)
+            weight = len(rows) if self._is_uniform else int(np.count_nonzero(found != IGNORED))
+            tensors = tuple(torch.from_numpy(array) for array in made)
+            return Items(inputs=tensors, targets=torch.from_numpy(found), weight=weight, form=self._form)
+        table = self._data.reader.read(rows)
         inputs = tensor_of(table, self._data.inputs, "the store")
         targets = self._targets(table)
         return Items(inputs=(torch.from_numpy(inputs),), targets=torch.from_numpy(targets), weight=len(table))
@@ -216,8 +240,13 @@ def build_store_splits(config: StoreConfig) -> Splits:
         BrokenFile: a file of it is missing, torn or altered.
     """
     data = open_store_data(config)
-    kind = StoreRows if data.tokens is None else StoreWindows
-    train, validation, test = (kind(data, part) for part in data.parts)
+    sources: list[StoreRows | StoreWindows]
+    if data.tokens is None:
+        unknown = (0, 0, 0) if data.prepared is None else data.prepared.unknown
+        sources = [StoreRows(data, part, count) for part, count in zip(data.parts, unknown, strict=True)]
+    else:
+        sources = [StoreWindows(data, part) for part in data.parts]
+    train, validation, test = sources
     is_local = data.reader.folder.local_path() is not None
     watched = WatchedStore(data.reader) if is_local else None
     return Splits(train=train, validation=validation, test=test, spec=data.spec, watched=watched)

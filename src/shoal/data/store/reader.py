@@ -4,9 +4,10 @@ One reader has three plans: everything in memory from the start, blocks in turn,
 is kept and in what the system is told to read ahead, never in what is returned.
 """
 
+import copy
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -125,6 +126,25 @@ class StoreReader:
             RequestError: there is no such version.
         """
         return StoreReader(self.folder, self.folder.manifest(version), **self._read)
+
+    def narrowed(self, columns: Collection[str]) -> "StoreReader":
+        """The same rows with these columns only, in the store's order; what is mapped or in memory is shared.
+
+        Raises:
+            RequestError: there is no such column.
+        """
+        wanted = {self._schema[name].name for name in columns}
+        if wanted == set(self._schema.names):
+            return self
+        found = copy.copy(self)
+        found._read = self._read | {"columns": tuple(name for name in self._schema.names if name in wanted)}
+        found._places = tuple(place for place in self._places if self.manifest.schema.fields[place].name in wanted)
+        found._schema = Schema(fields=tuple(self.manifest.schema.fields[place] for place in found._places))
+        found._arrays = {place: {} for place in found._places}
+        found._is_flat = self.blocks.keeps_all and not any(field.is_ragged for field in found._schema.fields)
+        if self._whole is not None:
+            found._whole = Table.of([self._whole[name] for name in found._schema.names])
+        return found
 
     @property
     def schema(self) -> Schema:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
 from shoal.data.table import TEXT, Column, Table
+from shoal.data.transform.blocks import TrainingRows, fold_groups, quantiles_of_rows
 from shoal.data.transform.config import BucketConfig, DateConfig, HashConfig, NgramsConfig, VocabularyConfig
-from shoal.data.transform.matrix import matrix_of, need_some, numbers, valid_of
-from shoal.data.transform.quantiles import quantiles_of
+from shoal.data.transform.matrix import matrix_of, need_values, numbers
 from shoal.data.transform.state import StepState
 
 
@@ -43,26 +43,41 @@ def apply_hash(table: Table, config: HashConfig, state: StepState) -> Table:
     return table.replace(made)
 
 
-def fit_vocabulary(table: Table, config: VocabularyConfig, shards: int) -> StepState:
+def fit_vocabulary(rows: TrainingRows, config: VocabularyConfig, shards: int) -> StepState:
     """The values of the training rows, the most frequent first, those of equal count by their bytes.
 
     Raises:
         RequestError: there are more than ``most``, or none.
     """
+
+    def count(table: Table, first: int) -> list[Counter[Any]]:
+        return [
+            Counter(token for token in _tokens(table[name], "vocabulary") if token is not None)
+            for name in config.columns
+        ]
+
+    def merge(one: list[Counter[Any]], other: list[Counter[Any]]) -> list[Counter[Any]]:
+        for name, counts, more in zip(config.columns, one, other, strict=True):
+            counts.update(more)
+            _refuse_many(len(counts), name, config)
+        return one
+
     found = []
-    for name in config.columns:
-        counts = Counter(token for token in _tokens(table[name], "vocabulary") if token is not None)
-        if not counts:
-            need_some(valid_of(table[name])[:, None], (name,), step="vocabulary")
-        if len(counts) > config.most and not config.cut:
-            raise RequestError(
-                f"data.prepare, step 'vocabulary': column {name!r} has {len(counts)} values and most is {config.most}; raise "
-                f"most, let rare "
-                "values be 0 with cut = true, or take the step hash"
-            )
+    counted = fold_groups(rows, config.columns, count, merge, shards)
+    need_values(np.array([len(counts) for counts in counted]), config.columns, step="vocabulary", num_rows=len(rows))
+    for name, counts in zip(config.columns, counted, strict=True):
+        _refuse_many(len(counts), name, config)
         ordered = sorted(counts, key=lambda token: (-counts[token], str(token).encode()))
         found.append(ordered[: config.most])
     return StepState(values={"values": found})
+
+
+def _refuse_many(count: int, name: str, config: VocabularyConfig) -> None:
+    if count > config.most and not config.cut:
+        raise RequestError(
+            f"data.prepare, step 'vocabulary': column {name!r} has {count} values or more and most is {config.most}; raise most, "
+            "let rare values be 0 with cut = true, or take the step hash"
+        )
 
 
 def apply_vocabulary(table: Table, config: VocabularyConfig, state: StepState) -> Table:
@@ -77,20 +92,15 @@ def apply_vocabulary(table: Table, config: VocabularyConfig, state: StepState) -
     return table.replace(made)
 
 
-def fit_bucket(table: Table, config: BucketConfig, shards: int) -> StepState:
+def fit_bucket(rows: TrainingRows, config: BucketConfig, shards: int) -> StepState:
     """Edges at quantiles of the training rows, or those that were said."""
     if config.edges is not None:
         return StepState(
             arrays={f"edges{place}": np.array(sorted(config.edges)) for place in range(len(config.columns))}
         )
-    values, valid = matrix_of(table, config.columns, step="bucket")
-    need_some(valid, config.columns, step="bucket")
     shares = [number / config.buckets for number in range(1, config.buckets)]
-    arrays = {
-        f"edges{place}": np.unique(quantiles_of([values[valid[:, place], place]], shares))
-        for place in range(len(config.columns))
-    }
-    return StepState(arrays=arrays)
+    found = quantiles_of_rows(rows, config.columns, shares, step="bucket")
+    return StepState(arrays={f"edges{place}": np.unique(edges) for place, edges in enumerate(found)})
 
 
 def apply_bucket(table: Table, config: BucketConfig, state: StepState) -> Table:

@@ -1,68 +1,105 @@
 """The step ``fill``: missing values by a constant, a mean, median or mode, the row before, neighbours or a model."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
-from shoal.data.table import TEXT, Column, Table, text_column
+from shoal.data.table import TEXT, Column, Field, Table, text_column
+from shoal.data.transform.blocks import (
+    TrainingRows,
+    comoments_of_rows,
+    fold_groups,
+    moments_of_rows,
+    quantiles_of_rows,
+)
 from shoal.data.transform.config import FillConfig
-from shoal.data.transform.matrix import Mask, matrix_of, need_some, numbers, valid_of
-from shoal.data.transform.moments import comoments_of, moments_of, spread_rows
-from shoal.data.transform.quantiles import quantiles_of
+from shoal.data.transform.matrix import Mask, matrix_of, need_values, numbers, sum_columns, valid_of
+from shoal.data.transform.moments import block_slices, spread_rows
 from shoal.data.transform.state import StepState
 
 _MOST_NEIGHBOURS = 1 << 14
 """Training rows that are kept to find neighbours among: all, or so many evenly spread over them."""
 Matrix = NDArray[np.float64]
+_Counts = tuple[Any, NDArray[np.int64]]
+"""Values in their order, and how often each comes."""
 
 
-def fit(table: Table, config: FillConfig, shards: int) -> StepState:
+def fit(rows: TrainingRows, config: FillConfig, shards: int) -> StepState:
     """What missing values become.
 
     Raises:
         RequestError: a column has no value to learn from.
     """
+    names, nan = config.columns, config.nan
     if config.how == "constant":
         return StepState()
-    if config.how in ("mode", "forward"):
-        return StepState(values={"values": [_simple(table[name], config) for name in config.columns]})
-    values, valid = matrix_of(table, config.columns, step="fill", nan_is_missing=config.nan)
-    need_some(valid, config.columns, step="fill")
-    if config.how == "mean":
-        return StepState(arrays={"values": moments_of(values, valid, shards, only="mean").mean})
+    if config.how == "mode":
+        return StepState(values={"values": _modes(rows, config, shards)})
+    if config.how == "forward":
+        return StepState(values={"values": [_last(rows, name, config) for name in names]})
     if config.how == "median":
-        found = [quantiles_of([values[valid[:, place], place]], (0.5,))[0] for place in range(len(config.columns))]
-        return StepState(arrays={"values": np.array(found)})
-    mean = moments_of(values, valid, shards, only="mean").mean
+        found = quantiles_of_rows(rows, names, (0.5,), step="fill", nan_is_missing=nan)
+        return StepState(arrays={"values": found[:, 0].copy()})
+    mean = moments_of_rows(rows, names, step="fill", nan_is_missing=nan, only="mean", shards=shards).mean
+    if config.how == "mean":
+        return StepState(arrays={"values": mean})
     if config.how == "neighbours":
-        kept = spread_rows(len(values), _MOST_NEIGHBOURS)
-        return StepState(arrays={"mean": mean, "rows": values[kept], "valid": valid[kept]})
-    weights, offsets = _fit_model(values, valid, mean, config, shards)
+        kept = rows.take(spread_rows(len(rows), _MOST_NEIGHBOURS), names)
+        values, valid = matrix_of(kept, names, step="fill", nan_is_missing=nan)
+        return StepState(arrays={"mean": mean, "rows": values, "valid": valid})
+    weights, offsets = _fit_model(rows, mean, config, shards)
     return StepState(arrays={"mean": mean, "weights": weights, "offsets": offsets})
 
 
-def _simple(column: Column, config: FillConfig) -> Any:
+def _modes(rows: TrainingRows, config: FillConfig, shards: int) -> list[Any]:
+    """The most frequent value of every column; of several the least, or the first by its bytes."""
+
+    def count(table: Table, first: int) -> list[_Counts]:
+        return [_count(table[name], config) for name in config.columns]
+
+    def merge(one: list[_Counts], other: list[_Counts]) -> list[_Counts]:
+        return [_add(counts, more) for counts, more in zip(one, other, strict=True)]
+
+    counted = fold_groups(rows, config.columns, count, merge, shards)
+    need_values(np.array([len(times) for _, times in counted]), config.columns, step="fill", num_rows=len(rows))
+    found = [values[int(np.argmax(times))] for values, times in counted]
+    return [value if isinstance(value, str) else value.item() for value in found]
+
+
+def _count(column: Column, config: FillConfig) -> _Counts:
+    """The values in their order, and how often each comes."""
     valid = _known(column, config)
-    if not valid.any():
-        if config.how == "forward":
-            return config.value
-        raise RequestError(
-            f"data.prepare, step 'fill': column {column.field.name!r} has no value in the {len(column)} training rows, so "
-            f"nothing can "
-            "be fitted; leave it out, or fill it with a constant"
-        )
-    if config.how == "forward":
-        return _plain(column, int(np.flatnonzero(valid)[-1]))
     if column.field.kind == TEXT:
-        counts: dict[str, int] = {}
-        for row in np.flatnonzero(valid).tolist():
-            value = column.value(row)
-            counts[value] = counts.get(value, 0) + 1
-        return min(counts, key=lambda value: (-counts[value], value.encode()))
-    found, times = np.unique(column.values[valid], return_counts=True)
-    return found[np.argmax(times)].item()
+        counts = Counter(column.value(row) for row in np.flatnonzero(valid).tolist())
+        texts = sorted(counts, key=str.encode)
+        return texts, np.array([counts[text] for text in texts], np.int64)
+    values, times = np.unique(column.values[valid], return_counts=True)
+    return values, times.astype(np.int64)
+
+
+def _add(one: _Counts, other: _Counts) -> _Counts:
+    if isinstance(one[0], list):
+        counts = Counter(dict(zip(one[0], one[1].tolist(), strict=True)))
+        counts.update(dict(zip(other[0], other[1].tolist(), strict=True)))
+        texts = sorted(counts, key=str.encode)
+        return texts, np.array([counts[text] for text in texts], np.int64)
+    values, places = np.unique(np.concatenate([one[0], other[0]]), return_inverse=True)
+    times = np.zeros(len(values), np.int64)
+    np.add.at(times, places.reshape(-1), np.concatenate([one[1], other[1]]))
+    return values, times
+
+
+def _last(rows: TrainingRows, name: str, config: FillConfig) -> Any:
+    """The last value that there is; the one of the recipe where there is none."""
+    for block in reversed(block_slices(len(rows))):
+        column = rows.read(block.start, block.stop, (name,))[name]
+        valid = _known(column, config)
+        if valid.any():
+            return _plain(column, int(np.flatnonzero(valid)[-1]))
+    return config.value
 
 
 def _known(column: Column, config: FillConfig) -> Mask:
@@ -108,39 +145,43 @@ def apply(table: Table, config: FillConfig, state: StepState, *, is_training: bo
 
 def _fill_simple(column: Column, value: Any, config: FillConfig) -> Column:
     valid = _known(column, config)
-    name = column.field.name
-    if valid.all():
-        return Column(field=column.field, values=column.values, offsets=column.offsets)
-    if column.field.is_ragged and column.field.kind != TEXT:
-        raise RequestError(
-            f"data.prepare, step 'fill': column {name!r} is {column.field.kind}, and text or numbers can be filled"
-        )
+    name, field = column.field.name, column.field
+    if config.how == "forward" and config.value is not None:
+        value = config.value
+    # The type that comes out is a matter of the recipe and not of which rows are looked at.
+    kind = np.dtype(np.float64) if _becomes_fractions(field, value) else field.dtype
     source = np.arange(len(column))
     if config.how == "forward":
         source = np.maximum.accumulate(np.where(valid, source, -1))
         valid = source >= 0
-        if not valid.all() and (value is None and config.value is None):
+        if not valid.all() and value is None:
             raise RequestError(
                 f"data.prepare, step 'fill': column {name!r} has no value before row {int(np.flatnonzero(~valid)[0]) + 1}; say "
                 f"value"
             )
-        if valid.all():
-            taken = column.take(source)
-            return Column(field=column.field, values=taken.values, offsets=taken.offsets)
-        value = value if config.value is None else config.value
-    if column.field.kind == TEXT:
+    if valid.all():
+        whole = column if config.how != "forward" else column.take(source)
+        return (
+            Column(field=field, values=whole.values, offsets=whole.offsets)
+            if kind == field.dtype
+            else numbers(name, whole.values.astype(kind))
+        )
+    if field.is_ragged and field.kind != TEXT:
+        raise RequestError(
+            f"data.prepare, step 'fill': column {name!r} is {field.kind}, and text or numbers can be filled"
+        )
+    if field.kind == TEXT:
         return text_column(
             name, [column.value(at) if known else str(value) for at, known in zip(source.tolist(), valid, strict=True)]
         )
     if isinstance(value, str):
-        raise RequestError(
-            f"data.prepare, step 'fill': value {value!r} is a text and column {name!r} is {column.field.kind}"
-        )
-    if column.field.dtype.kind in "iu" and isinstance(value, float) and not value.is_integer():
-        return numbers(name, np.where(valid, column.values[np.maximum(source, 0)].astype(np.float64), value))
-    kind = column.field.dtype
+        raise RequestError(f"data.prepare, step 'fill': value {value!r} is a text and column {name!r} is {field.kind}")
     constant = np.array(int(value), np.int64).view(kind) if kind.kind == "M" else np.array(value).astype(kind)
-    return numbers(name, np.where(valid, column.values[np.maximum(source, 0)], constant))
+    return numbers(name, np.where(valid, column.values[np.maximum(source, 0)].astype(kind), constant))
+
+
+def _becomes_fractions(field: Field, value: Any) -> bool:
+    return not field.is_ragged and field.dtype.kind in "iu" and isinstance(value, float) and not value.is_integer()
 
 
 def _from_neighbours(values: Matrix, valid: Mask, state: StepState, neighbours: int) -> Matrix:
@@ -183,28 +224,49 @@ def nearest_places(distances: Matrix, count: int) -> NDArray[np.int64]:
     return found
 
 
-def _fit_model(values: Matrix, valid: Mask, mean: Matrix, config: FillConfig, shards: int) -> tuple[Matrix, Matrix]:
+def _fit_model(rows: TrainingRows, mean: Matrix, config: FillConfig, shards: int) -> tuple[Matrix, Matrix]:
     """(rounds, columns, columns) weights and (rounds, columns) offsets: each column from the others, by the rows that have it."""
-    filled = np.where(valid, values, mean)
-    width = values.shape[1]
+    width = len(config.columns)
     weights = np.zeros((config.rounds, width, width))
     offsets = np.zeros((config.rounds, width))
-    for turn in range(config.rounds):
-        for place in range(width):
-            known = valid[:, place]
-            others = [at for at in range(width) if at != place]
-            moments = comoments_of(filled[known][:, [*others, place]], shards)
-            gram = moments.c2[:-1, :-1] + config.penalty * np.eye(width - 1)
-            solved = np.linalg.solve(gram, moments.c2[:-1, -1])
-            weights[turn, place, others] = solved
-            offsets[turn, place] = moments.mean[-1] - float((moments.mean[:-1] * solved).sum())
-            _predict(filled, known, weights[turn, place], offsets[turn, place], place)
+    held: dict[int, tuple[int, Matrix, Mask]] = {}
+    """By the first row of a block: how many predictions were made in it, and what came of them."""
+
+    def filled_of(table: Table, first: int, known: int) -> tuple[Matrix, Mask]:
+        """A block after so many predictions; what is not held is made anew."""
+        if first in held:
+            done, filled, valid = held[first]
+        else:
+            values, valid = matrix_of(table, config.columns, step="fill", nan_is_missing=config.nan, first=first)
+            done, filled = 0, np.where(valid, values, mean)
+        for at in range(done, known):
+            turn, place = divmod(at, width)
+            _predict(filled, valid[:, place], weights[turn, place], float(offsets[turn, place]), place)
+        if rows.is_in_memory:
+            held[first] = (known, filled, valid)
+        return filled, valid
+
+    for number in range(config.rounds * width):
+        turn, place = divmod(number, width)
+        others = [at for at in range(width) if at != place]
+
+        def known_rows(
+            table: Table, first: int, number: int = number, place: int = place, others: list[int] = others
+        ) -> Matrix:
+            filled, valid = filled_of(table, first, number)
+            return filled[valid[:, place]][:, [*others, place]]
+
+        moments = comoments_of_rows(rows, config.columns, known_rows, shards)
+        gram = moments.c2[:-1, :-1] + config.penalty * np.eye(width - 1)
+        solved = np.linalg.solve(gram, moments.c2[:-1, -1])
+        weights[turn, place, others] = solved
+        offsets[turn, place] = moments.mean[-1] - float((moments.mean[:-1] * solved).sum())
     return weights, offsets
 
 
 def _predict(filled: Matrix, known: Mask, weights: Matrix, offset: float, place: int) -> None:
     lost = ~known
-    filled[lost, place] = (filled[lost] * weights).sum(axis=1) + offset
+    filled[lost, place] = sum_columns(filled[lost] * weights) + offset
 
 
 def _from_model(values: Matrix, valid: Mask, state: StepState) -> Matrix:

@@ -10,16 +10,34 @@ from shoal.core.errors import RequestError
 from shoal.core.seeding import derive_key
 from shoal.data.partition.keys import mix
 from shoal.data.table import TEXT, Column, Table
+from shoal.data.transform.blocks import TrainingRows, moments_of_rows
 from shoal.data.transform.config import FilterConfig
-from shoal.data.transform.matrix import Mask, matrix_of, need_some, need_whole, valid_of
+from shoal.data.transform.matrix import Mask, matrix_of, need_whole, valid_of
 from shoal.data.transform.moments import moments_of
+from shoal.data.transform.state import StepState
 
 _SHINGLE = 5
 _BANDS, _ROWS = 32, 4
 """Two texts with a share s of common shingles meet in one of the bands with probability 1 - (1 - s^4)^32: 0.9999 at 0.7."""
 
 
-def keep_rows(table: Table, config: FilterConfig, shards: int = 1) -> Mask:
+BY_ROW = ("missing", "range", "zscore")
+"""Filters that decide on each row by itself, given what was fitted."""
+
+
+def fit_filter(rows: TrainingRows, config: FilterConfig, shards: int) -> StepState:
+    """What a filter learns: with zscore the mean and the deviation of every column.
+
+    Raises:
+        RequestError: a column has no value, or holds no numbers.
+    """
+    if config.how != "zscore":
+        return StepState()
+    moments = moments_of_rows(rows, config.columns, step="filter", shards=shards)
+    return StepState(arrays={"mean": moments.mean, "deviation": np.sqrt(moments.variance)})
+
+
+def keep_rows(table: Table, config: FilterConfig, state: StepState) -> Mask:
     """True for the rows that stay.
 
     Raises:
@@ -39,11 +57,13 @@ def keep_rows(table: Table, config: FilterConfig, shards: int = 1) -> Mask:
         least = -np.inf if config.least is None else config.least
         most = np.inf if config.most is None else config.most
         return _all_true(~valid | ((values >= least) & (values <= most)))
-    need_some(valid, config.columns, step="filter")
     if config.how == "zscore":
-        moments = moments_of(values, valid, shards)
-        deviation = np.sqrt(moments.variance)
-        return _all_true(~valid | (np.abs(values - moments.mean) <= config.deviations * deviation))
+        mean, deviation = (state.arrays.get(name) for name in ("mean", "deviation"))
+        if mean is None or deviation is None:
+            # A fit from before these were kept; it was of a table, whose training rows these are.
+            moments = moments_of(values, valid)
+            mean, deviation = moments.mean, np.sqrt(moments.variance)
+        return _all_true(~valid | (np.abs(values - mean) <= config.deviations * deviation))
     need_whole(valid, config.columns, step="filter")
     return _inside_forest(values, config)
 

@@ -18,21 +18,28 @@ def valid_of(column: Column) -> Mask:
 
 
 def matrix_of(
-    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False
+    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False, first: int = 0
 ) -> tuple[NDArray[np.float64], Mask]:
     """(rows, columns) of float64, and where values are.
 
     Raises:
         RequestError: a column holds no single numbers, or NaN where a step cannot use it.
     """
-    values, valid = masked_of(table, names, step=step, nan_is_missing=nan_is_missing)
+    values, valid = masked_of(table, names, step=step, nan_is_missing=nan_is_missing, first=first)
     return values, np.ones(values.T.shape, np.bool_).T if valid is None else valid
 
 
 def masked_of(
-    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False
+    table: Table, names: Sequence[str], *, step: str, nan_is_missing: bool = False, first: int = 0
 ) -> tuple[NDArray[np.float64], Mask | None]:
     """(rows, columns) of float64, and where values are; None where none is missing, so that no mask is made or looked at.
+
+    Args:
+        table: the rows.
+        names: columns.
+        step: that asks, for messages.
+        nan_is_missing: NaN counts as missing.
+        first: number of the first row, for messages.
 
     Raises:
         RequestError: a column holds no single numbers, or NaN where a step cannot use it.
@@ -61,7 +68,7 @@ def masked_of(
             wrong = np.flatnonzero(~np.isfinite(values[place]) & (True if is_whole else valid[place]))
             if len(wrong):
                 raise RequestError(
-                    f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {wrong[0] + 1}, "
+                    f"data.prepare, step {step!r}: column {name!r} has {values[place, wrong[0]]} in row {first + wrong[0] + 1}, "
                     'which is no missing value; write a step "fill" with nan = true before, or filter such rows'
                 )
         if column.valid is not None or nan_is_missing:
@@ -69,13 +76,13 @@ def masked_of(
     return values.T, None if is_whole else valid.T
 
 
-def whole_of(table: Table, names: Sequence[str], *, step: str) -> NDArray[np.float64]:
+def whole_of(table: Table, names: Sequence[str], *, step: str, first: int = 0) -> NDArray[np.float64]:
     """(rows, columns) of float64, of columns that have every value.
 
     Raises:
         RequestError: a column holds no single numbers, or lacks one.
     """
-    values, valid = masked_of(table, names, step=step)
+    values, valid = masked_of(table, names, step=step, first=first)
     if valid is not None:
         need_whole(valid, names, step=step)
     return values
@@ -87,33 +94,44 @@ def need_whole(valid: Mask, names: Sequence[str], *, step: str) -> None:
     Raises:
         RequestError: names the column, and how many.
     """
-    lost = (~valid).sum(axis=0)
-    if lost.any():
-        place = int(np.flatnonzero(lost)[0])
-        raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has {int(lost[place])} missing values; fill them in a "
-            f"step before"
-        )
+    need_full(valid.sum(axis=0), names, step=step, num_rows=len(valid))
 
 
-def need_some(valid: Mask | None, names: Sequence[str], *, step: str, num_rows: int | None = None) -> None:
-    """Refuse a fit on a column without a value; without a mask, ``num_rows`` says how many there are.
+def need_values(count: NDArray[Any], names: Sequence[str], *, step: str, num_rows: int) -> None:
+    """Refuse a fit on a column without a value; ``count`` says how many each has.
 
     Raises:
         RequestError: names the column.
     """
-    if valid is None:
-        if num_rows:
-            return
-        valid = np.zeros((0, len(names)), np.bool_)
-    count = valid.sum(axis=0)
-    if len(valid) == 0 or (count == 0).any():
+    if (count == 0).any():
         place = int(np.flatnonzero(count == 0)[0])
         raise RequestError(
-            f"data.prepare, step {step!r}: column {names[place]!r} has no value in the {len(valid)} training rows, so "
-            f"nothing can be "
-            "fitted; leave it out, or fill it with a constant"
+            f"data.prepare, step {step!r}: column {names[place]!r} has no value in the {num_rows} training rows, so nothing can "
+            "be fitted; leave it out, or fill it with a constant"
         )
+
+
+def need_full(count: NDArray[Any], names: Sequence[str], *, step: str, num_rows: int) -> None:
+    """Refuse columns with fewer values than there are rows.
+
+    Raises:
+        RequestError: names the column, and how many are missing.
+    """
+    if (count < num_rows).any():
+        place = int(np.flatnonzero(count < num_rows)[0])
+        raise RequestError(
+            f"data.prepare, step {step!r}: column {names[place]!r} has {int(num_rows - count[place])} missing values; fill them "
+            "in a step before"
+        )
+
+
+def sum_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(rows, columns) to (rows,): added from the first column to the last, so that a row's bits do not depend on how many rows
+    there are."""
+    total = np.zeros(len(values))
+    for column in values.T:
+        total = total + column
+    return total
 
 
 def numbers(name: str, values: NDArray[Any], valid: Mask | None = None) -> Column:

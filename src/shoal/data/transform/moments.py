@@ -64,7 +64,7 @@ def spread_rows(num_rows: int, most: int) -> NDArray[np.int64]:
 
 def map_blocks(make: Callable[[slice], Result], num_rows: int, shards: int = 1) -> list[Result]:
     """What every block gives, in the order of blocks; ``shards`` of them at work at a time."""
-    blocks = block_slices(num_rows)
+    blocks = block_slices(num_rows) or [slice(0, 0)]
     if shards <= 1 or len(blocks) <= 1:
         return [make(block) for block in blocks]
     with ThreadPoolExecutor(shards) as pool:
@@ -147,7 +147,7 @@ def comoments_of(values: Matrix, shards: int = 1) -> Comoments:
 
     def make(rows: slice) -> Comoments:
         part = columns[:, rows]
-        mean = part.sum(axis=1) / part.shape[1]
+        mean = part.sum(axis=1) / max(1, part.shape[1])
         apart = part - mean[:, None]
         c2 = np.empty((len(part), len(part)))
         for place in range(len(part)):
@@ -155,10 +155,13 @@ def comoments_of(values: Matrix, shards: int = 1) -> Comoments:
             c2[place, place:] = c2[place:, place] = np.einsum("r,cr->c", apart[place], apart[place:])
         return Comoments(count=float(part.shape[1]), mean=mean, c2=c2)
 
-    return merge_tree(map_blocks(make, len(values), shards), _merge_comoments)
+    return merge_tree(map_blocks(make, len(values), shards), merge_comoments)
 
 
-def _merge_comoments(one: Comoments, other: Comoments) -> Comoments:
+def merge_comoments(one: Comoments, other: Comoments) -> Comoments:
+    """Of the rows of both (Chan's rule)."""
+    if not one.count or not other.count:
+        return one if one.count else other
     count = one.count + other.count
     apart = other.mean - one.mean
     c2 = one.c2 + other.c2 + np.outer(apart, apart) * (one.count * other.count / count)

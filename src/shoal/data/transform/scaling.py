@@ -3,28 +3,25 @@
 import numpy as np
 
 from shoal.data.table import Table
+from shoal.data.transform.blocks import TrainingRows, moments_of_rows, quantiles_of_rows
 from shoal.data.transform.config import ScaleConfig
-from shoal.data.transform.matrix import masked_of, matrix_of, need_some, numbers
-from shoal.data.transform.moments import moments_of
-from shoal.data.transform.quantiles import quantiles_of
+from shoal.data.transform.matrix import matrix_of, numbers
+from shoal.data.transform.moments import Wanted
 from shoal.data.transform.state import StepState
 
 
-def fit(table: Table, config: ScaleConfig, shards: int) -> StepState:
+def fit(rows: TrainingRows, config: ScaleConfig, shards: int) -> StepState:
     """Centre and width of every column, by the values that are there.
 
     Raises:
         RequestError: a column has no value, or holds no numbers.
     """
-    values, valid = masked_of(table, config.columns, step="scale")
-    need_some(valid, config.columns, step="scale", num_rows=len(values))
     if config.how == "robust":
-        there = [column if valid is None else column[valid[:, place]] for place, column in enumerate(values.T)]
-        found = [quantiles_of([column], (0.25, 0.5, 0.75)) for column in there]
-        quartiles = np.array(found)
+        quartiles = quantiles_of_rows(rows, config.columns, (0.25, 0.5, 0.75), step="scale")
         centre, width = quartiles[:, 1], quartiles[:, 2] - quartiles[:, 0]
     else:
-        moments = moments_of(values, valid, shards, only="range" if config.how == "minmax" else "all")
+        wanted: Wanted = "range" if config.how == "minmax" else "all"
+        moments = moments_of_rows(rows, config.columns, step="scale", only=wanted, shards=shards)
         if config.how == "minmax":
             centre, width = moments.least, moments.most - moments.least
         else:

@@ -6,12 +6,15 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from shoal.core.config import validate
 from shoal.core.errors import RequestError
-from shoal.data.config import TableConfig
-from shoal.data.prepare import prepare_rows
+from shoal.data.build import build_splits
+from shoal.data.config import StoreConfig, TableConfig
+from shoal.data.prepare import open_rows, prepare_rows
+from shoal.data.store.writer import build_store
 from shoal.data.table import BYTES, Column, Field, Table, text_column
 from shoal.data.transform import images
 from shoal.data.transform.config import ImageConfig
@@ -94,3 +97,12 @@ def test_folders_of_images_are_classes(tmp_path):
     rows = prepare_rows(validate(TableConfig, given, origin="a.toml"))
     assert rows.spec.features == (3, 8, 8) and rows.space.names == ("cat", "dog") and rows.spec.kind == "classes"
     assert rows.splits["train"].inputs[""].dtype == np.float32
+    # In a store they are files as well, and become pixels when a batch is read.
+    build_store(list(open_rows(validate(TableConfig, given, origin="a.toml")).tables()), str(tmp_path / "store"))
+    shares = {"validation": 0, "test": 0}
+    stored = {**given, **shares, "source": "store", "path": str(tmp_path / "store")}
+    ours = build_splits(validate(StoreConfig, stored, origin="a.toml"), 0)
+    theirs = build_splits(validate(TableConfig, {**given, **shares}, origin="a.toml"), 0)
+    own, other = (splits.train.collate([3, 29, 0]) for splits in (ours, theirs))
+    assert torch.equal(own.inputs[0], other.inputs[0]) and torch.equal(own.targets, other.targets)
+    assert ours.spec == theirs.spec

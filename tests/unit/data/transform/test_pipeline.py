@@ -261,7 +261,7 @@ def test_what_is_kept_of_many_rows_is_spread_over_all_of_them():
     [
         ({"step": "scale", "columns": ["t"]}, "column 't' is text"),
         ({"step": "scale", "columns": ["x"]}, "there is no column 'x'"),
-        ({"step": "vocabulary", "columns": ["t"], "most": 1}, "has 2 values and most is 1"),
+        ({"step": "vocabulary", "columns": ["t"], "most": 1}, "has 2 values or more and most is 1"),
         ({"step": "pca", "columns": ["n"], "to": "p", "components": 4}, "ask for fewer"),
         ({"step": "filter", "how": "range", "columns": ["n"], "least": 99}, "leaves none of 4"),
         ({"step": "date", "columns": ["n"]}, "say its type"),
