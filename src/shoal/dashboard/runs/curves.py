@@ -144,9 +144,13 @@ class Axis:
     """Where the steps of a rank are on every axis, of rows that count only; it grows with them.
 
     Time counts from the begin of the first step and never goes back, whatever the clock did.
+
+    Args:
+        repeats: several rows of a step all count: a worker of parameter servers may have several shares of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._repeats = repeats
         self._begin()
 
     def _begin(self) -> None:
@@ -163,9 +167,10 @@ class Axis:
             self.start = float(table.column("t")[0] - table.column("seconds")[0])
         steps = table.since(self._taken).column("step")
         last = self.step[-1] if same else -np.inf
-        if len(steps) and not (steps[0] > last and bool((steps[1:] > steps[:-1]).all())):
+        goes_on = np.greater_equal if self._repeats else np.greater
+        if len(steps) and not (goes_on(steps[0], last) and bool(goes_on(steps[1:], steps[:-1]).all())):
             # Steps are done again: what was written beyond them does not count any more.
-            rows = rows_that_count(table.column("step"))
+            rows = rows_that_count(table.column("step"), repeats=self._repeats)
             rows = np.arange(table.rows) if rows is None else rows
             known = self.rows if self.rows is not None else np.arange(same)
             most = min(len(known), len(rows))
@@ -258,8 +263,8 @@ class _Kept:
 class _KeptAxis:
     """The axis of a table, and what has changed in it."""
 
-    def __init__(self, table: Table) -> None:
-        self.table, self.axis = table, Axis()
+    def __init__(self, table: Table, *, repeats: bool) -> None:
+        self.table, self.axis = table, Axis(repeats=repeats)
         self._shortened: list[int] = []
         """Of each time that rows were taken back, how many were not."""
 
@@ -296,17 +301,17 @@ class Curves:
 
     def _axis(self, file: EventFile) -> _KeptAxis:
         found = self._axes.get(file.rank)
-        if found is None or found.table is not file.steps:
-            found = self._axes[file.rank] = _KeptAxis(file.steps)
+        if found is None or found.table is not file.timed:
+            found = self._axes[file.rank] = _KeptAxis(file.timed, repeats=file.timed is not file.steps)
         found.follow()
         return found
 
     def get(self, file: EventFile, name: str) -> Curve | None:
         """A curve of a rank; None where it has none of this name."""
         key = (name, file.rank)
-        is_of_steps = name in _STEP_CURVES or (name in file.steps and ":" in name)
+        is_of_steps = name in _STEP_CURVES or (name in file.timed and ":" in name)
         if is_of_steps:
-            table = file.steps
+            table = file.timed
             if not table.rows:
                 return None
         else:
@@ -317,7 +322,7 @@ class Curves:
         known = self._kept.pop(key, None)
         if known is None or known.table is not table:
             known = None
-        if known is None or known.rows != (table.rows, file.steps.rows):
+        if known is None or known.rows != (table.rows, file.timed.rows):
             known = self._of_steps(file, name, known) if is_of_steps else self._of_table(file, name)
         self._kept[key] = known
         while len(self._kept) > self._most:
@@ -326,11 +331,11 @@ class Curves:
 
     def _of_steps(self, file: EventFile, name: str, known: _Kept | None) -> _Kept:
         """A value for each step: those that are new are added to those that there are."""
-        rows = (file.steps.rows, file.steps.rows)
+        rows = (file.timed.rows, file.timed.rows)
         if (known is None or known.curve is None) and not _is_known(
-            name, file.steps.since(known.rows[0] if known is not None else 0)
+            name, file.timed.since(known.rows[0] if known is not None else 0)
         ):
-            return _Kept(file.steps, rows, None)
+            return _Kept(file.timed, rows, None)
         kept = self._axis(file)
         axis = kept.axis
         pyramid = Pyramid() if known is None or known.curve is None else known.curve.pyramid
@@ -339,11 +344,11 @@ class Curves:
         values = _STEP_CURVES[name][2] if name in _STEP_CURVES else _column(name)
         have = len(pyramid.values)
         if axis.rows is None:
-            pyramid.extend(values(file.steps.since(have)))
+            pyramid.extend(values(file.timed.since(have)))
         elif have < len(axis.rows):
             fresh = axis.rows[have:]
-            pyramid.extend(values(file.steps.since(int(fresh[0])))[fresh - fresh[0]])
-        return _Kept(file.steps, rows, Curve(pyramid, {each: axis.of(each) for each in AXES}), kept.version)
+            pyramid.extend(values(file.timed.since(int(fresh[0])))[fresh - fresh[0]])
+        return _Kept(file.timed, rows, Curve(pyramid, {each: axis.of(each) for each in AXES}), kept.version)
 
     def _of_table(self, file: EventFile, name: str) -> _Kept:
         """Values of a table of their own, placed by their steps."""
@@ -359,4 +364,4 @@ class Curves:
         pyramid = Pyramid()
         pyramid.extend(values[keep])
         places = {each: axis.at(steps[keep], each) for each in AXES}
-        return _Kept(table, (table.rows, file.steps.rows), Curve(pyramid, places))
+        return _Kept(table, (table.rows, file.timed.rows), Curve(pyramid, places))
