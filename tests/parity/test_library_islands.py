@@ -7,6 +7,7 @@ from torch import nn
 
 import shoal
 from shoal.core.errors import RequestError
+from shoal.core.events import Warned
 from shoal.core.syncrule import SyncRule
 from shoal.data.order import permute
 from shoal.replicas.config import ReplicaConfig
@@ -19,6 +20,7 @@ CASES = (
     ("islands=2 dp=1 sync=stream:4,2,1", {"mixing": 0.25}),
     ("islands=2 sync=pushsum:random", {}),
 )
+COSTLY = "compress=topk:0.1 under AdamW is about as good as one replica alone"
 
 
 def build():
@@ -102,6 +104,27 @@ def test_a_script_with_islands_is_a_plain_loop_that_plays_them(tmp_path):
             resumed = found[2 * len(CASES) + number]
             assert resumed["losses"] == losses[island][8:], CASES[number]
             assert all(torch.equal(resumed["weights"][name], weights[island][name]) for name in weights[island])
+
+
+def warned(world, plan):
+    """What a run of two models says before its first step."""
+    said = []
+    with shoal.Run(plan=plan, world=world, compression={"min_elements": 8}) as run:
+        run.loader(dataset(), global_batch=BATCH)
+        heard = run._reporter.event
+        run._reporter.event = lambda event: heard(said.append(event) or event)
+        for _ in range(2):
+            run.setup(*optimizer_of_new(), loss=nn.CrossEntropyLoss())
+    return [event.message for event in said if isinstance(event, Warned)]
+
+
+def optimizer_of_new():
+    model = build()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_a_way_to_agree_that_costs_more_than_it_brings_is_told_once_in_scripts_too():
+    assert [COSTLY in one for one in run_on_ranks(warned, 2, "dp=2 compress=topk:0.1")[0]] == [True]
 
 
 def two_models(world):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shoal.core.compressrule import CompressRule
+from shoal.core.compressrule import COSTLY, CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.pipelines import schedule_facts
 from shoal.core.planrules import PlanKeys
@@ -109,4 +109,39 @@ def _onebit_problems(plan: PlanKeys, rule: CompressRule) -> Iterator[str]:
         yield (
             f"compress={plan.compress} does not go with zero={plan.zero}: every replica moves the whole momentum with its own "
             f"gradient, and zero shards it; leave zero out, or use compress=int8"
+        )
+
+
+_BY_MOMENTS = ("adam", "adamw", "adamax", "nadam", "radam", "adagrad", "rmsprop", "lamb")
+"""Optimizers that divide by a moment of the gradient, as they are called in recipes and, in lower case, in torch."""
+
+
+def costly_ways(plan: PlanKeys, optimizer: str) -> Iterator[str]:
+    """What to warn of in a plan that is right, and costs more than it brings: in a recipe and in a script alike.
+
+    Args:
+        plan: with its degrees.
+        optimizer: its name, or its class.
+    """
+    name = optimizer.rpartition(".")[2]
+    rule = None if plan.compress is None else CompressRule.parse(plan.compress)
+    # Measured of sums of gradients; islands send changes of weights, and a ratio of 1 leaves nothing out.
+    if rule is not None and plan.sync == "allreduce" and name.lower() in _BY_MOMENTS:
+        if rule.kind in COSTLY and not (rule.kind in ("topk", "dgc") and rule.number == 1):
+            yield (
+                f"compress={plan.compress} under {name} is about as good as one replica alone at equal steps; measured in "
+                f"benchmarks/replicas_loss"
+            )
+        elif rule.kind == "powersgd" and rule.number == 1:
+            yield (
+                f"compress={plan.compress} under {name} is hardly better than one replica alone at equal steps, and powersgd:8 "
+                f"close to a dense sum; measured in benchmarks/replicas_loss"
+            )
+    sync, count = SyncRule.parse(plan.sync), plan.islands if plan.islands > 1 else plan.dp or 1
+    sent = {"ring": min(2, count - 1), "complete": count - 1}.get(sync.graph or "", 0)
+    dense = 2 * (count - 1) / count
+    if plan.compress is None and sync.period == 1 and sent > dense:
+        yield (
+            f"sync={plan.sync} sends {sent} models from each of {count} islands at every step, and a dense sum {dense:.3g}; "
+            f"sync=gossip:exponential sends one, and sync={plan.sync},10 a tenth"
         )

@@ -39,7 +39,6 @@ from shoal.data.loading.loader import StepBatch
 from shoal.engine.config import Settings, TrainConfig
 from shoal.engine.evaluate import Evaluation
 from shoal.engine.hooks import Hook, StepResult, check_hooks
-from shoal.engine.meancheck import find_other_mean
 from shoal.engine.metrics import Metric, as_metrics
 from shoal.engine.objective import StepFunction
 from shoal.engine.parallelize import parallelize
@@ -66,6 +65,7 @@ from shoal.library.process import (
 from shoal.library.saved import SavedRun
 from shoal.library.setups import (
     ModelSetup,
+    notes_on,
     others_frozen,
     refuse_constant,
     refuse_functions,
@@ -282,8 +282,8 @@ class Run(SavedRun):
         refuse_unkept(followers, has_folder=self.run_dir is not None)
         refuse_other_weights(model, self.world)
         plan, train = loader.resolved.plan, self._config(loader.global_batch)
-        if scored is not None and (warning := find_other_mean(model, scored, loader.source, plan=plan, train=train)):
-            self._reporter.warn(warning)
+        notes = notes_on(model, scored, optimizer, plan=plan, train=train, source=loader.source, others=self._setups)
+        self._reporter.warn(*notes)
         engine = parallelize(
             model,
             loader.splits,

@@ -12,16 +12,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.world import World
+from shoal.core.codecrules import costly_ways
 from shoal.core.errors import RequestError, RunError, ShoalError
+from shoal.core.plan import Plan
 from shoal.data.batchform import arguments_of
 from shoal.data.loading.loader import StepBatch
-from shoal.data.source import Splits
+from shoal.data.source import Source, Splits
 from shoal.engine.callbacks.monitor import BestCheckpoint
+from shoal.engine.config import TrainConfig
 from shoal.engine.hooks import Hook
+from shoal.engine.meancheck import find_other_mean
 from shoal.engine.model import ParallelModel
-from shoal.engine.objective import describe_value, with_whole_passes
+from shoal.engine.objective import StepFunction, describe_value, with_whole_passes
 from shoal.engine.state import hash_weights
 from shoal.library.loader import RunLoader
+from shoal.models.losses import Loss
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 """Classes of torch around a model that is trained on several devices; by name, because importing the last takes seconds."""
@@ -198,6 +203,25 @@ def others_frozen(setups: Sequence[ModelSetup], own: ModelSetup) -> Iterator[Non
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def notes_on(
+    model: nn.Module,
+    scored: Loss | StepFunction | None,
+    optimizer: Optimizer,
+    *,
+    plan: Plan,
+    train: TrainConfig,
+    source: Source,
+    others: Sequence[ModelSetup],
+) -> Iterator[str]:
+    """What to warn of before a model is set up: a loss that is no mean over samples, and a plan that costs more than it brings
+    under its optimizer, where no other model has told of the same."""
+    if not any(type(one.engine.optimizer) is type(optimizer) for one in others):
+        yield from costly_ways(plan, type(optimizer).__name__)
+    warning = None if scored is None else find_other_mean(model, scored, source, plan=plan, train=train)
+    if warning:
+        yield warning
 
 
 def refuse_constant(own: ModelSetup) -> None:

@@ -14,7 +14,8 @@ from shoal.checkpoint.places.address import check_address
 from shoal.checkpoint.retention import refuse_only_aside
 from shoal.checkpoint.whole import newest_whole
 from shoal.compression.config import has_residual, idle_settings
-from shoal.core.compressrule import COSTLY, CompressRule
+from shoal.core.codecrules import costly_ways
+from shoal.core.compressrule import CompressRule
 from shoal.core.errors import RequestError
 from shoal.core.facts import ModelFacts
 from shoal.core.plan import Plan
@@ -267,6 +268,7 @@ def check_parts(
             *_idle_warnings(recipe, setup.plan),
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *_round_warnings(recipe, setup.plan, setup.total_steps),
+            *costly_ways(setup.plan, recipe.optim.name),
             *elastic_warnings(recipe, setup.plan),
             *tried,
         ),
@@ -444,7 +446,7 @@ def _idle_warnings(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
-    """Codecs that cost more than they save, or will have no effect."""
+    """Codecs, or settings of theirs, that will have no effect."""
     config = recipe.compression
     used = ("weights", "block", "min_elements") if config.weights != "none" else ()
     fields = type(config).model_fields.items()
@@ -461,15 +463,6 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
         yield f"{named}: no effect with the plan {str(plan)!r}; leave it out, or use a codec that reads it"
     if rule.start >= total_steps:
         yield f"compress={plan.compress} begins after the {total_steps} steps: nothing is compressed"
-    # Measured of sums of gradients; islands send changes of weights, and a ratio of 1 leaves nothing out.
-    is_costly = (
-        rule.kind in COSTLY and plan.sync == "allreduce" and not (rule.kind in ("topk", "dgc") and rule.number == 1)
-    )
-    if is_costly and recipe.optim.name in ("adam", "adamw", "adagrad", "lamb"):
-        yield (
-            f"compress={plan.compress} under {recipe.optim.name} is about as good as one replica alone at equal steps; measured "
-            f"in benchmarks/replicas_loss"
-        )
 
 
 def _round_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:

@@ -64,7 +64,10 @@ def test_a_wrong_request_for_islands_is_refused_before_a_process_starts(tmp_path
         ("dp=2 sync=diloco:4", None),
         ("dp=2 sync=local:1s", None),
         ("dp=2 compress=topk:0.1", "about as good as one replica alone"),
+        ("dp=2 compress=powersgd:1", "hardly better than one replica alone"),
         ("dp=2 compress=topk:1", None),
+        ("dp=2 sync=gossip:ring", None),
+        ("dp=4 sync=gossip:ring", "sends 2 models from each of 4 islands at every step, and a dense sum 1.5"),
         ("dp=2 sync=gossip:ring compress=topk:0.1", None),
     ],
 )
