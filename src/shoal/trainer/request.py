@@ -268,7 +268,6 @@ def check_parts(
             *_idle_warnings(recipe, setup.plan),
             *_codec_warnings(recipe, setup.plan, setup.total_steps),
             *_round_warnings(recipe, setup.plan, setup.total_steps),
-            *costly_ways(setup.plan, recipe.optim.name),
             *elastic_warnings(recipe, setup.plan),
             *tried,
         ),
@@ -466,7 +465,8 @@ def _codec_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[st
 
 
 def _round_warnings(recipe: Recipe, plan: Plan, total_steps: int) -> Iterator[str]:
-    """Islands that will never meet, or once, and settings that their policy does not look at."""
+    """Ways to agree that cost more than they bring, islands that will never meet, and settings that nobody looks at."""
+    yield from costly_ways(plan, recipe.optim.name)
     rule = SyncRule.parse(plan.sync)
     if idle := idle_replica_settings(recipe.replicas, rule, is_compressed=plan.compress is not None):
         named = ", ".join(f"replicas.{name}" for name in idle)
