@@ -19,6 +19,7 @@ from shoal.dashboard.exporters.families import Snapshot
 from shoal.dashboard.exporters.otlp import Collector, check_collector
 from shoal.dashboard.exporters.prometheus import CONTENT_TYPE, render
 from shoal.dashboard.opening import open_folder
+from shoal.dashboard.runs.files import STRANGE
 from shoal.dashboard.server.access import Access, own_names
 from shoal.dashboard.views.overview import run_row
 from shoal.serve.http import HttpServer, Limits, Request, Response
@@ -73,7 +74,11 @@ class Gatherer:
                 now = time.time()
                 watched = []
                 for run in self._folder.runs.values():
-                    row = run_row(run, now)
+                    try:
+                        row = run_row(run, now)
+                    except STRANGE:
+                        # One whose files hold what nobody writes keeps no other from being exported.
+                        continue
                     watched.append(Watched(run.name, run, str(row["kind"]), str(row["status"])))
                 self._last = (time.monotonic(), collect(watched, now))
             return self._last[1]

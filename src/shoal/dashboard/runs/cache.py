@@ -104,14 +104,26 @@ class ColumnCache:
         self._kept_offsets[file.path] = head.offset
         return True
 
-    def keep(self, file: EventFile) -> None:
-        """Write down what is known of an event file, where that is worth it; a disk that refuses is no failure."""
-        if (
-            file.refused
-            or file.cursor.is_skipping
-            or file.cursor.offset - self._kept_offsets.get(file.path, 0) < _WORTH_BYTES
-        ):
-            return
+    def keep(self, file: EventFile, *, is_last: bool = False) -> bool:
+        """Write down what is known of an event file, where that is worth it; a disk that refuses is no failure.
+
+        All of it is written each time, so one that grows is written again when it has become half as long again: of a long run
+        all writings together are three times what it has in the end.
+
+        Args:
+            file: whose columns.
+            is_last: nothing more is to come for a while.
+
+        Returns:
+            Whether ``remap`` is worth its while.
+        """
+        kept = self._kept_offsets.get(file.path, 0)
+        worth = _WORTH_BYTES if is_last else max(_WORTH_BYTES, kept // 2)
+        # Where the file began anew, what was kept is of another.
+        if file.refused or file.cursor.is_skipping or 0 <= file.cursor.offset - kept < worth:
+            return False
+        if file.cursor.offset < _WORTH_BYTES:
+            return False
         self._kept_offsets[file.path] = file.cursor.offset
         beside = self.folder / f".{secrets.token_hex(8)}"
         try:
@@ -120,14 +132,25 @@ class ColumnCache:
             with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
                 _write(opened, file)
             os.replace(beside, self._place(file.path, status))
-            if file.cursor.offset > _MAPPED_BYTES:
-                # From here on its columns are pages of that file, which the system may take back when memory is short.
-                self.load(file)
             self._make_room()
+            return file.cursor.offset > _MAPPED_BYTES
         except (OSError, OverflowError):
             # Also for a whole number of a strange event that has more than 64 bits.
             with contextlib.suppress(OSError):
                 beside.unlink()
+            return False
+
+    def remap(self, file: EventFile) -> None:
+        """Let the columns of a file that was just kept be pages of its cache. The tables stay the same for who knows them."""
+        steps, tables, offset = file.steps, file.tables, file.cursor.offset
+        if not self.load(file) or file.cursor.offset != offset:
+            return
+        steps.rebase(file.steps.arrays())
+        file.steps = steps
+        for kind, table in tables.items():
+            if kind in file.tables:
+                table.rebase(file.tables[kind].arrays())
+                file.tables[kind] = table
 
     def _place(self, path: Path, status: os.stat_result) -> Path:
         name = f"{status.st_dev}:{status.st_ino}:{os.path.realpath(path)}"

@@ -84,6 +84,10 @@ class _Search:
         return any(str(path) == closed or str(path).startswith(f"{closed.rstrip('/')}/") for closed in self._closed)
 
 
+class Busy(Exception):
+    """Runs cannot be held still: one of them is being read and does not come to an end."""
+
+
 class RunFolder:
     """Runs below a folder, which may be one run itself, or not there yet.
 
@@ -111,14 +115,26 @@ class RunFolder:
         self._counting, self._waiting = threading.Lock(), 0
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Hold the runs still."""
+    def reading(self, seconds: float = -1) -> Iterator[None]:
+        """Hold the runs still.
+
+        Args:
+            seconds: to wait for it at most; negative for as long as it takes.
+
+        Raises:
+            Busy: they are still being read by then, as where a file server does not answer.
+        """
         with self._counting:
             self._waiting += 1
-        with self._lock:
-            with self._counting:
-                self._waiting -= 1
+        has_lock = self._lock.acquire(timeout=seconds)
+        with self._counting:
+            self._waiting -= 1
+        if not has_lock:
+            raise Busy
+        try:
             yield
+        finally:
+            self._lock.release()
 
     def find(self) -> None:
         """Look for runs that came or went."""
@@ -186,10 +202,15 @@ class RunFolder:
                 time.sleep(0.001)
             with self._lock:
                 try:
-                    if next(steps, self) is self:
-                        self.strange.pop(run.id, None)
-                        return
+                    is_over = next(steps, self) is self
+                    self.strange.pop(run.id, None)
                 except (OSError, *STRANGE) as error:
                     # Nobody else's run shall stop being followed for it.
                     self.strange[run.id] = f"{type(error).__name__}: {error}"
                     return
+            if is_over:
+                break
+        # Columns are written down without the lock: nobody but this thread changes them.
+        for file in run.keep():
+            with self._lock:
+                run.remap(file)

@@ -21,6 +21,7 @@ _RANK_FILE = re.compile(r"rank-([0-9]{3,6})\.jsonl")
 _MOST_FILES = 4096
 _MOST_JSON = 40
 _LEAD_SECONDS = 30.0
+_REST_SECONDS = 20.0
 _OWN_FILES = frozenset({"plan.json", "summary.json", "forecast.json", "live.json"})
 
 
@@ -166,8 +167,6 @@ class Run:
                 yield
             if (file.cursor.offset, file.refused, file.restarts) != before:
                 self.version += 1
-                if self._cache is not None:
-                    self._cache.keep(file)
                 yield
         self.stillness.look(self._clock(), has_changed=self.version != begin)
 
@@ -175,7 +174,23 @@ class Run:
         """Read what is new, all of it."""
         for _ in self.look():
             pass
+        for file in self.keep():
+            self.remap(file)
         return self
+
+    def keep(self) -> Iterator[EventFile]:
+        """Write down what is new of event files, where that is worth it; those which are better read from there from now on."""
+        if self._cache is not None:
+            # Of a run that has come to rest also the rest.
+            is_last = self.stillness.seconds > _REST_SECONDS
+            for file in list(self.files.values()):
+                if self._cache.keep(file, is_last=is_last):
+                    yield file
+
+    def remap(self, file: EventFile) -> None:
+        """Let a file's columns be pages of the cache, which the system may take back when memory is short."""
+        if self._cache is not None:
+            self._cache.remap(file)
 
     def _take_small(self, name: str, small: _SmallFile) -> None:
         if name == "recipe.toml":

@@ -1,5 +1,6 @@
 """The routes: what each address answers. Reads only; whatever a request says is looked up, and never becomes a path."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shoal.dashboard.runs.files import STRANGE, why
-from shoal.dashboard.runs.folder import RunFolder
+from shoal.dashboard.runs.folder import Busy, RunFolder
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.server.access import Access
 from shoal.dashboard.server.pages import list_pages, type_of
@@ -31,6 +32,7 @@ _SAFETY = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+_WAIT_S = 5.0
 _API = {**_SAFETY, "cache-control": "no-store"}
 _PAGE = {**_SAFETY, "cache-control": "no-cache"}
 
@@ -73,10 +75,16 @@ class Routes:
             return self._listen(request)
         if not request.path.startswith("/api/"):
             return _error(404, "there is no such page")
+        # In a thread: a search through a log, eight runs beside each other, or a file server that is away hold nobody else up.
+        return await asyncio.to_thread(self._answer_api, request)
+
+    def _answer_api(self, request: Request) -> Response:
         try:
             return self._api(request.path, request.query)
         except BadQuery as error:
             return _error(400, str(error))
+        except Busy:
+            return _error(503, "a run is being read and its files do not answer; try again", {"retry-after": "2"})
         except STRANGE as error:
             return _error(500, f"this run's files hold what cannot be shown ({type(error).__name__})")
         except OSError as error:
@@ -106,19 +114,23 @@ class Routes:
 
     def _api(self, path: str, query: Query) -> Response:
         now = time.time()
-        with self._folder.reading():
+        _, _, rest = path.partition("/api/run/")
+        name, _, view = rest.partition("/")
+        run = self._folder.runs.get(name)
+        if view == "log" and run is not None:
+            # It stands in a file of its own, and nothing that is followed changes with it.
+            return _found(_log(run, query))
+        with self._folder.reading(_WAIT_S):
             if path == "/api/runs":
                 offset = int(number_in(query, "offset", 0))
                 return _json(runs_answer(self._folder, self._changes.rows, now, offset))
             if path == "/api/compare":
                 return self._compare(query, now)
-            _, _, rest = path.partition("/api/run/")
-            name, _, view = rest.partition("/")
-            run = self._folder.runs.get(name)
             if run is None:
                 return _error(404, "there is no such run, or no such address")
-            found = run_answer(run, now) if not view else RUN_VIEWS[view](run, query) if view in RUN_VIEWS else None
-            return _error(404, "this run has nothing of that name") if found is None else _json(found)
+            return _found(
+                run_answer(run, now) if not view else RUN_VIEWS[view](run, query) if view in RUN_VIEWS else None
+            )
 
     def _compare(self, query: Query, now: float) -> Response:
         ids = [name for name in query.get("ids", "").split(",") if name]
@@ -209,9 +221,12 @@ RUN_VIEWS: dict[str, RunView] = {
     "timeline": _timeline,
     "agreement": _agreement,
     "story": _story,
-    "log": _log,
 }
 """What follows a run's id in an address."""
+
+
+def _found(content: dict[str, Any] | None) -> Response:
+    return _error(404, "this run has nothing of that name") if content is None else _json(content)
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -22,8 +22,8 @@ Floats = npt.NDArray[np.float64]
 
 SCORED_STEPS = 20
 """Steps that a score looks back on."""
-_MOST_NUMBERS = 16_000
-"""In the four tables of an answer together: 200 KB of them."""
+_MOST_NUMBERS = 12_000
+"""In the four tables of an answer together: the rest of 200 KB is for what each rank has once."""
 _MOST_RANKS = 256
 _AXES = ("islands", "pp", "dp", "cp", "tp", "ep")
 

@@ -57,6 +57,37 @@ def test_what_grew_since_is_added(path, cache):
     assert len(again.curve("loss").pyramid.values) == 2001
 
 
+def test_a_run_that_grows_is_written_a_few_times_and_its_tables_stay(path, cache, monkeypatch):
+    """All writings together are proportional to what there is in the end, and who has a table or a curve of it keeps it."""
+    seconds, written = [0.0], []
+    replace = os.replace
+    monkeypatch.setattr(
+        "shoal.dashboard.runs.cache.os.replace",
+        lambda one, other: written.append(one.stat().st_size) or replace(one, other),
+    )
+    monkeypatch.setattr("shoal.dashboard.runs.cache._WORTH_BYTES", 10_000)
+    monkeypatch.setattr("shoal.dashboard.runs.cache._MAPPED_BYTES", 1)
+    run = Run(path, cache=cache, clock=lambda: seconds[0]).look_once()
+    steps = run.lead().steps
+    for look in range(100):
+        with (path / "events" / "rank-000.jsonl").open("a") as file:
+            file.writelines(step_line(2001 + 100 * look + step, 0, t=1.0, loss=0.5) for step in range(100))
+        run.look_once()
+    assert len(written) < 8 and sum(written) < 4 * written[-1]
+    assert (
+        run.lead().steps is steps and steps.rows == 12_000 and steps.column("step").tolist() == list(range(1, 12_001))
+    )
+    before = len(written)
+    for _ in range(3):
+        seconds[0] += 30
+        run.look_once()
+    # At rest, all of it once.
+    assert len(written) == before + 1
+    again = Run(path, cache=cache)
+    forbid_reading(monkeypatch)
+    assert again.look_once().lead().steps.rows == 12_000
+
+
 def test_nothing_is_written_into_the_run(path, cache):
     before = {file: file.stat().st_mtime_ns for file in [path, *path.rglob("*")]}
     Run(path, cache=cache).look_once()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.dashboard.runs.columns import Table
-from shoal.dashboard.runs.curves import AXES
+from shoal.dashboard.runs.curves import AXES, Axis
 from shoal.dashboard.runs.run import Run
 from shoal.dashboard.views.overview import run_row
 from support.dashboard.synthetic import make_run, started_line, step_line
@@ -58,6 +58,21 @@ def grown(rows):
                   "samples": np.ones(rows, np.int64), "tokens": np.ones(rows, np.int64), "grad_norm": np.full(rows, np.nan),
                   "data_seconds": np.zeros(rows), "wait:dp": np.zeros(rows, np.float32)}, rows)  # fmt: skip
     return table
+
+
+def test_shares_of_one_step_all_count_until_the_step_is_done_again():
+    table, axis = Table(), Axis(repeats=True)
+
+    def add(*steps):
+        count = len(steps)
+        table.append({name: np.array(steps, float) for name in ("step", "t")} | {"seconds": np.full(count, 0.5),
+                     "samples": np.full(count, 2.0), "tokens": np.full(count, 2.0)}, count)  # fmt: skip
+        return axis.follow(table)
+
+    assert add(1, 1, 2) == 0 and add(2, 3) == 3 and axis.rows is None
+    assert axis.step.tolist() == [1, 1, 2, 2, 3] and axis.of("samples").tolist() == [2, 4, 6, 8, 10]
+    assert add(2, 3) == 4
+    assert axis.step.tolist() == [1, 1, 2, 2, 2, 3] and axis.of("samples")[-1] == 12
 
 
 def test_a_look_costs_what_is_new(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -60,8 +61,20 @@ def test_a_window_of_steps_is_that_window(tmp_path):
 
 
 def test_an_answer_of_many_ranks_is_not_long(tmp_path):
-    answer = ranks_answer(Run(make_run(tmp_path / "one", ranks=64, steps=130)).look_once(), bins=400)
-    assert len(answer["ranks"]) == 64 and len(json.dumps(answer)) < 200_000
+    path = make_run(tmp_path / "one", ranks=256, steps=40)
+    for rank in range(256):
+        parts = ("weights", "gradient", "optimizer", "other", "rss", "peak_rss")
+        events = [
+            {"kind": "memory", "step": 10, **{f"{part}_bytes": 12_345_678_901 + rank for part in parts}},
+            {"kind": "forecast", "source": "layout", "memory_bytes": {str(rank): {"weights": 12_345_678_901}}},
+            {"kind": "placed", "host": f"node-{rank}", "device": "cuda:0", "local_rank": 0, "coordinates": {"dp": rank},
+             "threads": 1, "pid": 1},
+        ]  # fmt: skip
+        with (path / "events" / f"rank-{rank:03d}.jsonl").open("a") as file:
+            file.writelines(json.dumps({"t": 1_790_000_009.0, "rank": rank, **event}) + "\n" for event in events)
+    answer = ranks_answer(Run(path).look_once(), bins=400)
+    assert len(answer["ranks"]) == len(answer["memory"]) == len(answer["mesh"]["places"]) == 256
+    assert len(answer["bins"]) > 5 and len(msgspec.json.encode(answer)) < 200_000
 
 
 def test_memory_traffic_and_forecast_are_side_by_side(tmp_path):
