@@ -223,7 +223,7 @@ class EpochReceipt(Event):
     expected_rows: int | None = None
     expected: str = ""
     replayed: int = 0
-    """Samples of the past that came again, besides each sample once (``data.replay``); ``rows`` has them too."""
+    """Samples that came again, besides each sample once (``data.replay``); ``rows`` has them too."""
     reason: str = ""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from shoal.data.check import describe_text
+from shoal.data.chosen import Chosen
 from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
@@ -43,6 +44,8 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
     """
     found = _build(config, seed)
     if (config.order != "full" or config.replay) and not isinstance(found.train, Streamed):
+        if config.replay_from is not None:
+            Chosen(config.replay_from).refuse_beyond(len(found.train))
         train: Any = found.train
         train.options = replace(
             options_of(train),
@@ -50,6 +53,7 @@ def build_splits(config: AnyDataConfig, seed: int) -> Splits:
             window=config.window,
             replay=config.replay,
             replay_last=config.replay_last,
+            replay_from=config.replay_from,
         )
     return found
 

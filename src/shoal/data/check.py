@@ -7,6 +7,7 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 from shoal.core.units import format_bytes
+from shoal.data.chosen import Chosen
 from shoal.data.config import (
     AnyDataConfig,
     DigitsConfig,
@@ -47,8 +48,16 @@ def check_data(config: AnyDataConfig) -> DataSummary:
     """Look at the data as far as can be done quickly.
 
     Raises:
-        RequestError: the data is missing, empty, too short or corrupt; the numbers and the fix are in the message.
+        RequestError: the data is missing, empty, too short or corrupt, or samples are to be replayed that it has not; the numbers
+            and the fix are in the message.
     """
+    found = _look_at(config)
+    if config.replay_from is not None and found.train is not None:
+        Chosen(config.replay_from).refuse_beyond(found.train)
+    return found
+
+
+def _look_at(config: AnyDataConfig) -> DataSummary:
     if isinstance(config, StdlibConfig | TextConfig):
         return _check_text(config)
     if isinstance(config, TokensConfig):
@@ -92,6 +101,17 @@ def check_room(config: AnyDataConfig, *, num_ranks: int) -> None:
     """
     if isinstance(config, StoreConfig | TableConfig):
         check_cache(config.cache, num_ranks=num_ranks)
+
+
+def order_problems(config: AnyDataConfig) -> list[str]:
+    """Orders of samples that workers of parameter servers do not follow, each with its fix."""
+    found = ["order"] if config.order != "full" else []
+    found += ["replay"] if config.replay else []
+    return [
+        f"workers find the samples of any step by its number, in a full shuffle of each sample once, and data.{key} asks for "
+        f"others; leave data.{key} out, or use a plan with dp"
+        for key in found
+    ]
 
 
 def describe_text(sequence: int) -> DataSpec:

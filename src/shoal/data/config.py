@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from shoal.core.config import Config, tagged
 from shoal.core.functions import bind_arguments, load_function
+from shoal.data.chosen import Chosen
 from shoal.data.labels import LabelsConfig
 from shoal.data.partition.config import CutConfig
 from shoal.data.storage.config import StorageConfig
@@ -32,6 +33,9 @@ class _Loaded(Config):
     says the length."""
     replay_last: Count | None = None
     """With replay: draw from so many samples before; from all that were met when left out."""
+    replay_from: tuple[Annotated[int, Field(strict=True)] | str, ...] | None = None
+    """With replay: draw from these training samples, the first being 0, in the place of the past: numbers and ranges such as
+    "100:200". One that is named several times is drawn as much more often."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Batches loaded ahead while loading takes over a millisecond; 0 loads each when it is asked for."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -41,6 +45,11 @@ class _Loaded(Config):
     def _leave_some_for_training(self) -> Self:
         if self.replay_last is not None and not self.replay:
             raise ValueError("replay_last is for replay, and replay is 0; leave replay_last out")
+        if self.replay_from is not None:
+            if not self.replay or self.replay_last is not None:
+                other = "replay_last says others" if self.replay else "replay is 0"
+                raise ValueError(f"replay_from says what replay draws from, and {other}; leave one of them out")
+            Chosen(self.replay_from)
         if (self.window is not None) != (self.order == "window"):
             fix = (
                 "give data.window, the blocks that are mixed (five for every sample of train.global_batch)"

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from shoal.core.errors import RequestError
+from shoal.data.chosen import Chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class LoaderOptions:
     """Share of an epoch's samples that were met before and come again, evenly between the others; these come once each."""
     replay_last: int | None = None
     """With ``replay``: draw from so many samples before; from all that were met when left out."""
+    replay_from: Sequence[int | str] | None = None
+    """With ``replay``: draw from these samples in the place of the past: numbers of training samples, the first being 0, and
+    ranges such as "100:200". One that is named several times is drawn as much more often."""
     drop_last: bool = False
     """Leave out the last batch of an epoch where it is short."""
     sampler: Any = None
@@ -90,6 +94,14 @@ class LoaderOptions:
             )
         if self.replay_last is not None and not self.replay:
             raise RequestError("replay_last is for replay, and replay is 0; leave replay_last out")
+        if self.replay_from is not None:
+            if not self.replay or self.replay_last is not None:
+                other = "replay_last says others" if self.replay else "replay is 0"
+                raise RequestError(f"replay_from says what replay draws from, and {other}; leave one of them out")
+            try:
+                Chosen(self.replay_from)
+            except ValueError as error:
+                raise RequestError(str(error)) from error
         if not 0 <= self.replay < 1:
             raise RequestError(f"replay is {self.replay:g}, and must be a share of 0 or more and below 1")
         if (self.window is not None) != (self.order == "window"):

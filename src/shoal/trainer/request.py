@@ -22,7 +22,7 @@ from shoal.core.plan import Plan
 from shoal.core.rundir import RunDir
 from shoal.core.syncrule import SyncRule
 from shoal.core.updaterule import UpdateRule
-from shoal.data.check import DataSummary, check_data, check_room
+from shoal.data.check import DataSummary, check_data, check_room, order_problems
 from shoal.data.config import OwnDataConfig
 from shoal.data.spec import DataSpec
 from shoal.elastic.refusals import check_group
@@ -365,6 +365,7 @@ def refuse_settings(recipe: Recipe, plan: Plan) -> None:
     if plan.ps:
         found += [
             *server_settings(recipe.train, recipe.optim, plan),
+            *order_problems(recipe.data),
             *rule_problems(
                 recipe.paramserver,
                 plan,

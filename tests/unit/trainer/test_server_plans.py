@@ -36,6 +36,17 @@ def test_a_word_in_the_place_of_a_list_is_said_to_be_none(name):
         validate(ParamServerConfig, {name: "abc"}, origin="recipe.toml")
 
 
+def test_orders_that_workers_do_not_follow_are_refused_together(tiny):
+    """They were ignored without a word."""
+    changes = ("data.order=time", "data.replay=0.25", "data.replay_from=[3]")
+    request = TrainRequest(recipe=tiny, plan="ps=1 workers=2", overrides=changes, run_dir=tiny.parent / "run")
+    with pytest.raises(
+        RequestError, match=r"(?s)leave data.order out, .* leave data.replay out, or use a plan with dp"
+    ):
+        prepare(request, own=OwnPartsHere())
+    prepare(replace(request, plan="dp=2"), own=OwnPartsHere())
+
+
 def test_settings_of_servers_that_a_plan_does_not_have_are_said_to_do_nothing(tiny):
     """They were ignored without a word."""
     changes = ("paramserver.staleness_aware=true", "paramserver.hot=measured", "paramserver.lease_seconds=2.0")

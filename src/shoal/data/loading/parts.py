@@ -8,6 +8,7 @@ import numpy as np
 
 from shoal.core.errors import RequestError, RunError
 from shoal.core.seeding import derive_key
+from shoal.data.chosen import Chosen
 from shoal.data.options import LoaderOptions
 from shoal.data.order import Ids, Position, own_microbatches, replica_share
 from shoal.data.sampling.replay import Replayed
@@ -102,7 +103,8 @@ def build_order(source: Source, *, global_batch: int, seed: int, options: Loader
         blocks=getattr(source, "block_starts", None) if options.order == "window" else None,
     )
     if options.replay and isinstance(sampling, Shuffled | Sequential | Windowed):
-        sampling = Replayed(sampling, seed=seed, share=options.replay, last=options.replay_last)
+        chosen = None if options.replay_from is None else Chosen(options.replay_from)
+        sampling = Replayed(sampling, seed=seed, share=options.replay, last=options.replay_last, chosen=chosen)
     return StepOrder(
         sampling=sampling,
         global_batch=global_batch,

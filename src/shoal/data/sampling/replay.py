@@ -1,8 +1,8 @@
 """Samples of the past again, between the new ones: so that what came before is not forgotten while data grows or moves.
 
-A share of an epoch's positions is given to samples that the run has met before, evenly between the others. Which one is drawn by
-(seed, epoch, position), so that a run resumes anywhere with the same ones, on any number of processes, and nothing is kept. The
-others come in the order that they would have without, each once.
+A share of an epoch's positions is given to samples that the run has met before, or to chosen ones, evenly between the others.
+Which one is drawn by (seed, epoch, position), so that a run resumes anywhere with the same ones, on any number of processes, and
+nothing is kept. The others come in the order that they would have without, each once.
 """
 
 from fractions import Fraction
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import RequestError
+from shoal.data.chosen import Chosen
 from shoal.data.order import Ids, uniform
 from shoal.data.sampling.samplers import OnceEach
 
@@ -27,16 +28,21 @@ class Replayed:
         share: of all positions, that are given to the past.
         last: draw from so many samples before this one in the order; None draws from everything that the epoch has met, and after
             the first epoch from all of the data.
+        chosen: draw from these, whether the epoch has met them or not, in the place of the past.
 
     Raises:
-        RequestError: the share is none.
+        RequestError: the share is none, or a chosen sample is not there.
     """
 
-    def __init__(self, fresh: OnceEach, *, seed: int, share: float, last: int | None = None) -> None:
+    def __init__(
+        self, fresh: OnceEach, *, seed: int, share: float, last: int | None = None, chosen: Chosen | None = None
+    ) -> None:
         if not 0 < share < 1:
             raise RequestError(f"data.replay is {share:g}, and must be a share above 0 and below 1")
+        if chosen is not None:
+            chosen.refuse_beyond(fresh.count(0))
         self.fresh = fresh
-        self._seed, self._last = seed, last
+        self._seed, self._last, self._chosen = seed, last, chosen
         self._share = Fraction(share).limit_denominator(_FINEST)
 
     def count(self, epoch: int) -> int:
@@ -69,8 +75,10 @@ class Replayed:
         return before, (positions + 1) * over // under > before
 
     def _of_the_past(self, epoch: int, positions: Ids, fresh: Ids) -> Ids:
-        """Samples that were met before these positions, at which so many new ones had been."""
+        """Samples that come again at these positions, before which so many new ones had been."""
         drawn = uniform(positions, "replay", self._seed, epoch)
+        if self._chosen is not None:
+            return self._chosen.at((drawn * len(self._chosen)).astype(np.int64))
         if epoch and self._last is None:
             # All of the data was met in the epochs before, in whatever order.
             return self.fresh.at(epoch, (drawn * self.fresh.count(epoch)).astype(np.int64))

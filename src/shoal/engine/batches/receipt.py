@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shoal.comm.world import World
 from shoal.core.errors import RunError
 from shoal.core.events import EpochReceipt, Event, ReaderSlow
+from shoal.data.chosen import Chosen
 from shoal.data.loading.loader import StepBatch
 from shoal.data.loading.parts import build_order, options_of
 from shoal.data.loading.slowness import SlowReader, find_slow_reader
@@ -114,7 +115,10 @@ class ReceiptCounter:
         chosen = self._options
         kind = "as they lie" if chosen.shuffle is False else chosen.order
         window = "" if chosen.window is None else f" of {chosen.window} blocks"
-        replay = f", replay {chosen.replay:g} of the last {chosen.replay_last or 'all'}" if chosen.replay else ""
+        past = f"the last {chosen.replay_last or 'all'}"
+        if chosen.replay_from is not None:
+            past = Chosen(chosen.replay_from).describe()
+        replay = f", replay {chosen.replay:g} of {past}" if chosen.replay else ""
         return f"{self._samples} samples, seed {self._seed}, order {kind}{window}{replay}"
 
     def take_up(self, state: ReceiptState | None, position: Position) -> str | None:

@@ -80,6 +80,7 @@ def with_a_repeated_one(batch):
         {"max_tokens": 7},
         {"replay": 0.25},
         {"replay": 0.4, "replay_last": 5, "drop_last": True},
+        {"replay": 0.3, "replay_from": [4, "10:13"]},
     ],
 )
 @pytest.mark.parametrize("each_step", [False, True])
