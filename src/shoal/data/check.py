@@ -51,13 +51,13 @@ def check_data(config: AnyDataConfig) -> DataSummary:
         RequestError: the data is missing, empty, too short or corrupt, or samples are to be replayed that it has not; the numbers
             and the fix are in the message.
     """
-    found = _look_at(config)
+    found = _summarize(config)
     if config.replay_from is not None and found.train is not None:
         Chosen(config.replay_from).refuse_beyond(found.train)
     return found
 
 
-def _look_at(config: AnyDataConfig) -> DataSummary:
+def _summarize(config: AnyDataConfig) -> DataSummary:
     if isinstance(config, StdlibConfig | TextConfig):
         return _check_text(config)
     if isinstance(config, TokensConfig):
