@@ -61,7 +61,7 @@ def check(shoal, recipe, plan, deaths, *, views, steps=12, **settings):
 
 
 def test_a_killed_rank_is_done_without_and_every_bit_stays(shoal, mortal):
-    done, summary = check(shoal, mortal, "dp=2", "rank 1@5:microbatch", views=2)
+    done, summary = check(shoal, mortal, "dp=2", "rank 1@5:gradients", views=2)
     assert "lost rank 1" in done.stderr and "SIGKILL" in done.stderr
     assert not list((shoal.folder / "run" / "checkpoints").glob("step-*[1-9]"))[:-1], "no checkpoint was needed"
     assert summary["elastic"]["steps_redone"] >= 1 and summary["elastic"]["paused_seconds"] < 10
