@@ -472,6 +472,7 @@ def test_a_live_run_is_followed_to_its_end(own, shoal, tmp_path):
     own.check()
 
 
+@pytest.mark.soak
 def test_a_rank_that_stops_is_named_and_one_that_is_killed_too(own, shoal, tmp_path):
     (tmp_path / "live.toml").write_text(LIVE)
     page = own.page

@@ -24,7 +24,9 @@ def own_parts(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
 
 
-@pytest.mark.parametrize(("lost", "status"), [("in ranks", "crashed"), ("everywhere", "refused")])
+@pytest.mark.parametrize(
+    ("lost", "status"), [("in ranks", "crashed"), pytest.param("everywhere", "refused", marks=pytest.mark.soak)]
+)
 def test_a_gradient_that_ranks_alone_lack_is_their_failure(lost, status):
     model = {"build": "support.models.custom_parts:build_loser", "args": {"everywhere": lost == "everywhere"}}
     recipe = validate(Recipe, {**TABLES, "model": model}, origin="test")

@@ -8,6 +8,7 @@ from families.catalogue import Family
 from families.sweep import TESTS, prove
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_every_call_draws_its_own_part_of_the_mask(monkeypatch):
     monkeypatch.chdir(TESTS)

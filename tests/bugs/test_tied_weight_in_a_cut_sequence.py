@@ -5,12 +5,15 @@ these were then added once more, so `shoal verify` said that a collective was of
 all their weights so, could not be proved with `sp` and `cp` at all.
 """
 
+import pytest
+
 from shoal.core.plan import Plan
 from shoal.verify.proof import Prover
 from shoal.verify.request import build_subject
 from support.pipeline.trainer_runs import recipe_of
 
 
+@pytest.mark.soak
 def test_sums_of_shared_weights_are_expected_once():
     subject = build_subject(recipe_of("gpt", {"model": {"tied": True}}))
     with Prover(steps=2) as prover:

@@ -83,6 +83,7 @@ def test_nothing_is_open_by_default(network: Network, tmp_path: Path, plan: str,
             process.communicate()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_every_attempt_on_what_is_open_is_refused_and_changes_no_bit(
     network: Network, tmp_path: Path, tiny: Path, shoal

@@ -112,6 +112,7 @@ def test_constants_are_refitted_to_a_run(shoal, tiny, at, cache):
     assert json.loads((cache / "shoal" / "machine.json").read_text())["fit"] == fit
 
 
+@pytest.mark.soak
 def test_a_plan_without_room_is_known_for_it_and_the_next_has_its_turn():
     whole, cut = Plan.parse("dp=2"), Plan.parse("dp=2 microbatches=16")
     with RehearsalPool(validate(Recipe, WORDY, origin="test"), 2, memory_bytes=300 << 20) as pool:

@@ -82,6 +82,7 @@ def test_a_killed_rank_is_done_without_and_named_with_its_host(shoal, mortal):
     assert [(event["epoch"], event["source"]) for event in resumed] == [(2, "own")]
 
 
+@pytest.mark.soak
 def test_a_lost_agent_takes_its_host_along_and_the_other_goes_on(shoal, mortal):
     # The agent dies by the hand of its own rank, in the middle of a step.
     done, _ = check(shoal, mortal, "dp=2", "rank 1@5:microbatch:agent", views=2)
@@ -137,6 +138,7 @@ def test_what_hosts_cannot_do_is_refused_before_an_agent_starts(shoal, mortal):
     assert "elastic.spares 1" in done.stderr and "have room for 2" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_collective_that_fails_while_nobody_dies_is_done_again_and_counted(shoal, mortal):
     """One rank's connections end, as they do when a switch forgets them."""
     done, summary = check(shoal, mortal, "dp=2", "rank 1@5:start:hang-up", views=2)

@@ -116,6 +116,7 @@ def test_two_ranks_count_and_hold_what_was_forecast():
     compare(RECIPE, EVERY_KIND, 2, deadline_seconds=100)
 
 
+@pytest.mark.soak
 def test_four_ranks_count_and_hold_what_was_forecast():
     compare(RECIPE, EVERY_PRODUCT, 4, deadline_seconds=100)
 

@@ -164,6 +164,7 @@ def test_a_request_to_stop_ends_all_islands_at_one_step(shoal, tiny, tmp_path):
     assert last[0] == last[1] and last[0] % 7 == 0
 
 
+@pytest.mark.soak
 def test_rounds_by_the_clock_are_held_at_the_same_steps(shoal, tiny, tmp_path):
     run = tmp_path / "run"
     shoal.run("train", tiny, "--plan", "dp=2 sync=local:0.05s", "--run-dir", run, "--set", "train.steps=60")

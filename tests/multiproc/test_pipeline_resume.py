@@ -96,6 +96,7 @@ def test_a_checkpoint_keeps_the_versions_that_are_still_to_be_used(found, folder
     assert found[f"{schedule} resumed"]["stream"][1] == 0, "the history goes on"
 
 
+@pytest.mark.soak
 def test_one_process_and_a_pipeline_take_each_other_up(moved, folder):
     alone = train_alone(job(ALONE, 7, folder, "alone"))
     taken_up = train_alone(job(ALONE, 7, folder, "to one process", resume=True))

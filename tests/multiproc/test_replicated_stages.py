@@ -59,6 +59,7 @@ def found(folder):
     return ranks[0]
 
 
+@pytest.mark.soak
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(found):
     resumed, alone = found["resumed"], found["left alone"]
     assert resumed["step"] == alone["step"] == 7 and resumed["losses"] == alone["losses"][3:]

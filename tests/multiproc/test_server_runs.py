@@ -73,7 +73,8 @@ GROUPED = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lbfgs")) for name in GROUPED])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GROUPED)
 def test_a_worker_that_is_a_group_gives_the_bits_of_one_process(shoal, tiny, name):
     update, settings = GROUPED[name]
     found = set()

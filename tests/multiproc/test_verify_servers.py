@@ -55,6 +55,7 @@ def recipe(tmp_path_factory):
     return path
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("update", ["async", pytest.param("ssp:2", marks=pytest.mark.soak)])
 def test_weights_that_are_pulled_while_a_worker_computes_are_those_that_it_says(shoal, recipe, tmp_path, update):

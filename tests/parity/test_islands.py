@@ -65,7 +65,9 @@ def prove(prover, recipe, text, *more):
     assert found.prediction.ok, (text, found.prediction.off)
 
 
-@pytest.mark.parametrize("plans", [TWO, THREE, FOUR, pytest.param(SOAKED, marks=pytest.mark.soak)], ids=len)
+@pytest.mark.parametrize(
+    "plans", [TWO, FOUR, *(pytest.param(plans, marks=pytest.mark.soak) for plans in (THREE, SOAKED))], ids=len
+)
 def test_islands_equal_one_process_that_plays_them_all(recipe, plans):
     with Prover(steps=3) as prover:
         for plan in plans:

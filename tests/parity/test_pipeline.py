@@ -29,7 +29,7 @@ def outcomes(kind, num_ranks):
     ("kind", "num_ranks"),
     [
         ("gpt", 2),
-        ("cnn", 4),
+        pytest.param("cnn", 4, marks=pytest.mark.soak),
         pytest.param("gpt", 4, marks=pytest.mark.soak),
         pytest.param("cnn", 2, marks=pytest.mark.soak),
     ],

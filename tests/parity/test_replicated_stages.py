@@ -26,7 +26,7 @@ def each(cases):
     """The cases as rows; those of four ranks are for the long run."""
     return [
         pytest.param(
-            num_ranks, kind, "-".join([name, *map(str, replicas)]), marks=[pytest.mark.soak] if num_ranks > 3 else []
+            num_ranks, kind, "-".join([name, *map(str, replicas)]), marks=[pytest.mark.soak] if num_ranks > 2 else []
         )
         for num_ranks, by_kind in cases.items()
         for kind, own in by_kind.items()

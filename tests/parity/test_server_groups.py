@@ -33,6 +33,7 @@ def losses_of(run_dir):
     return {event["step"]: event["loss"] for event in events}
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_workers_that_are_pipelines_end_in_the_bits_of_replicated_pipelines(shoal, tmp_path):
     alone = read_summary(train(shoal, tmp_path, "dp=2 pp=2 microbatches=2", recipe=TIED))

@@ -42,7 +42,8 @@ def test_plans_as_lines_and_as_json(shoal, recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "batch", "is_slower"), [("a100-40gb:2x8", 64, False), ("h200:1x8", 8, True), ("gb300:1x8", 8, None)]
+    ("cluster", "batch", "is_slower"),
+    [("a100-40gb:2x8", 64, False), pytest.param("h200:1x8", 8, True, marks=pytest.mark.soak), ("gb300:1x8", 8, None)],
 )
 def test_the_first_plan_that_memory_refuses_is_always_told(shoal, recipe, tmp_path, cluster, batch, is_slower):
     """It was told only where it is faster than the best."""

@@ -167,6 +167,7 @@ def test_stages_differ_under_stashing_and_agree_under_vertical_sync():
     assert [vertical[stage, 5] for stage in range(3)] == [3, 3, 3]
 
 
+@pytest.mark.soak
 def test_a_long_stream_is_counted_in_time():
     """Each action used to look through all versions of the stream, and each rank through all ranks: minutes for this size."""
     assert peak_versions(schedule_of(PIPEDREAM, 2, 20_000)) == (2, 1)

@@ -31,6 +31,7 @@ def recipe(monkeypatch):
     return EXAMPLES / "hugging_face.toml"
 
 
+@pytest.mark.soak
 def test_a_gpt2_of_a_billion_weights_is_planned_for(recipe):
     request = PlanRequest(
         recipe=recipe, cluster="v100-16gb:4x8", global_batch=64, overrides=(*LARGE, "train.precision=float16"),
