@@ -448,8 +448,33 @@ live_seconds = 0.2
 """
 
 
+HELD = """
+import time
+from pathlib import Path
+from torch import nn
+
+class Held(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        while self.calls > 20 and not Path(__file__).with_name("go").exists():
+            time.sleep(0.01)
+        return super().forward(x)
+
+def build():
+    return Held(8, 4)
+"""
+"""A model that goes on behind its twentieth step when there is a file: a run is followed however quick the machine is."""
+
+
 def test_a_live_run_is_followed_to_its_end(own, shoal, tmp_path):
-    (tmp_path / "live.toml").write_text(LIVE)
+    (tmp_path / "held.py").write_text(HELD)
+    model, data = LIVE.index("[model]"), LIVE.index("[train]")
+    own_parts = (
+        '[model]\nbuild = "held:build"\n[data]\nsource = "synthetic"\nkind = "classes"\nfeatures = [8]\nclasses = 4\n'
+    )
+    (tmp_path / "live.toml").write_text(LIVE[:model] + own_parts + LIVE[data:])
     page = own.page
     process = shoal.start("train", "live.toml", "--run-dir", "runs/live")
     page.wait_for_selector("tbody >> text=live", timeout=60_000)
@@ -459,6 +484,8 @@ def test_a_live_run_is_followed_to_its_end(own, shoal, tmp_path):
     # What is shown grows by itself.
     shown = "() => Number(document.querySelector('[data-fact=step] dd').textContent.split('/')[0].replaceAll(',', ''))"
     first = page.evaluate(shown)
+    assert first < 200
+    (tmp_path / "go").touch()
     page.wait_for_function(f"(first) => ({shown})() > first", arg=first, timeout=60_000)
     assert process.wait(120) == 0, process.stderr.read()
     page.wait_for_selector(".title .completed", timeout=30_000)

@@ -142,6 +142,6 @@ def costly_ways(plan: PlanKeys, optimizer: str) -> Iterator[str]:
     dense = 2 * (count - 1) / count
     if plan.compress is None and sync.period == 1 and sent > dense:
         yield (
-            f"sync={plan.sync} sends {sent} models from each of {count} islands at every step, and a dense sum {dense:.3g}; "
-            f"sync=gossip:exponential sends one, and sync={plan.sync},10 a tenth"
+            f"sync={sync} sends {sent} models from each of {count} islands at every step, and a dense sum {dense:.3g}; "
+            f"sync={sync.kind}:exponential sends one, and sync={sync},10 a tenth"
         )

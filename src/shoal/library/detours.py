@@ -8,6 +8,7 @@ trained when the model was laid out. A stage of a pipeline has no weights but it
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.comm.world import World
@@ -29,7 +30,7 @@ class Detours:
     """
 
     def __init__(self, own: ModelSetup, world: World, *, has_codec: bool) -> None:
-        self._own = own
+        self._own, self._world = own, world
         model, plan = own.engine.model, own.engine.plan
         # A parameter without a gradient counts as zeros under ZeRO, so that one that is frozen later would go on by its momentum.
         self._parameters = [
@@ -92,8 +93,12 @@ class Detours:
         own = self._own
         if own.num_passes == own.passes_at_update or own.last_batch is None or own.last_batch is batch:
             return False
-        is_finite = own.last_loss is not None and math.isfinite(own.last_loss) and not own.is_overflown
-        return is_finite and own.holds_gradient(beside_zeros=True)
+        known = [one for one in (own.last_loss, own.last_norm) if one is not None]
+        if not known or not all(map(math.isfinite, known)) or own.is_overflown:
+            return False
+        # A rank may hold nothing but zeros of it, and none may go on into a pass that another one refuses.
+        held = torch.tensor([int(own.holds_gradient(beside_zeros=True))], device=self._world.device)
+        return bool(self._world.all_reduce_(held))
 
     def _count_tensors(self) -> list[int]:
         return [len(group["params"]) for group in self._own.optimizer.param_groups]

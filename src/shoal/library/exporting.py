@@ -45,13 +45,13 @@ def check_export(model: nn.Module, path: object, *, format: str, plain: object) 
             f"run.export(plain=) was given the {kind} that is trained, which the plan has laid out; give it another, plain="
             f"{kind}(...), or a function that makes one"
         )
-    if isinstance(plain, nn.Module):
-        return Path(path), lambda: plain
     if plain is not None and not callable(plain):
         raise RequestError(f"run.export(plain={plain!r}) is no module; give {kind}(...), or a function that makes one")
-    build: Build | None = plain if plain is not None else build_again(model)
     if format == "safetensors":
         return Path(path), None
+    build: Build | None = (
+        build_again(model) if plain is None else (lambda: plain) if isinstance(plain, nn.Module) else plain
+    )
     if build is None:
         raise RequestError(
             f"run.export(format={format!r}) writes a plain {kind} with the whole weights, which only the script can build: give "

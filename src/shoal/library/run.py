@@ -490,7 +490,7 @@ class Run(SavedRun):
         if error is not None:
             # The peers wait for this process to go: neither a save in flight nor a broken group may hold it.
             self._checkpoints = None
-            self._let_go(has_failed=True)
+            self._let_go(has_failed=not (isinstance(error, SystemExit) and error.code in (None, 0)))
             return
         self.close()
         if self.status == "interrupted":

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.checkpoint.agreement import agree_on_failure
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.core.errors import RequestError, RunError, ShoalError
+from shoal.core.errors import RequestError, RunError
 from shoal.core.events import Logged
 from shoal.data.loading.loader import StepBatch
 from shoal.engine.evaluate import Evaluation
@@ -280,19 +280,22 @@ class SavedRun(RunProcess):
         self._begin()
         self._meet("run.export()")
         weights = own.engine.state_dict()
-        failure: ShoalError | None = None
+        failure: Exception | None = None
         if weights is not None:
-            if build is None:
-                weights = {
-                    name: weights[name] for name in own.engine.outline
-                }  # A weight that is tied once, as in checkpoints.
-            facts = {"step": own.num_updates, "plan": str(own.engine.plan)}
-            inputs = example_of(own.data).map(own.engine.precision.cast_input)
             try:
+                if build is None:
+                    weights = {
+                        name: weights[name] for name in own.engine.outline
+                    }  # A weight that is tied once, as in checkpoints.
+                facts = {"step": own.num_updates, "plan": str(own.engine.plan)}
+                inputs = example_of(own.data).map(own.engine.precision.cast_input)
                 self._reporter.tell(write_export(weights, folder, build, inputs, format=format, facts=facts))
-            except ShoalError as error:
+            except (
+                Exception
+            ) as error:  # The module and its forward pass are the script's own, and the others wait to hear of it.
                 failure = error
-        said = agree_on_failure(self.world, "" if failure is None else str(failure), where=folder)
+        problem = "" if failure is None else str(failure) or type(failure).__name__
+        said = agree_on_failure(self.world, problem, where=folder)
         self._leave()
         if said:
             raise failure or RunError(f"run.export() failed on the first rank, which says why: {said}")

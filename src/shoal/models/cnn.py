@@ -27,6 +27,8 @@ class Cnn(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """A score per class, or the predicted numbers."""
         x = images.reshape(-1, *self.image)
+        if not x.is_floating_point():  # Pixels may come as whole numbers.
+            x = x.float()
         x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
         x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
         x = self.dropout1(x).flatten(1)

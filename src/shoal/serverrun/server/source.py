@@ -242,6 +242,13 @@ class ShardSource:
             return None
         first = EpochSpan(epoch=0, first_step=0, version=self._version, samples=self.num_samples)
         table = found or self._table(first)
+        if table.batch != self.spec.recipe.train.global_batch:
+            raise RequestError(
+                f"the run that follows data saved this with {table.batch} samples a step, and train.global_batch is "
+                f"{self.spec.recipe.train.global_batch} now, so that its epochs would begin in the middle of a step; go on with "
+                f"train.global_batch={table.batch}"
+            )
+        table.shares = self.spec.plan.num_shares  # Steps stay as they are, and are shared out anew.
         self.begun_version = table.spans[-1].version
         return table
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ from shoal.trainer.elastic.handover import (
 )
 from shoal.trainer.progress import Boundary
 from shoal.trainer.samedata import gather_texts
+
+_MESSAGES_AT_ONCE = 64
+"""Between two meetings of all ranks while state is handed over: a gigabyte."""
 
 Counts = dict[str, float]
 """What a run counts of its disturbances: the largest that anybody knows is right."""
@@ -248,7 +252,9 @@ def _move(
     for (reader, number), piece in pieces.items():
         source = ranks[chosen.source(piece.shard, reader)]
         sizes.setdefault((source, reader), {})[number] = num_bytes(piece.cut, listings, piece.shard)
-    messages = [one for (source, reader), some in sizes.items() for one in cut_messages(source, reader, some)]
+    # In turn, so that nobody waits for what another one is sent.
+    lists = [list(cut_messages(source, reader, some)) for (source, reader), some in sizes.items()]
+    messages = [one for turn in zip_longest(*lists) for one in turn if one is not None]
 
     def read(reader: int, number: int) -> torch.Tensor:
         piece = pieces[reader, number]
@@ -261,7 +267,10 @@ def _move(
         lacking.write(number, data)
 
     with torch.no_grad():
-        transfer(messages, world=world, read=read, write=write)
+        for begin in range(0, len(messages), _MESSAGES_AT_ONCE):
+            if begin:
+                world.barrier()  # Who is sent nothing waits here for a part, and not in the next sum for all of it.
+            transfer(messages[begin : begin + _MESSAGES_AT_ONCE], world=world, read=read, write=write)
 
 
 def _compare(
