@@ -2,8 +2,8 @@
 read.
 
 It is what ``shoal.data.prepare`` does for rows in memory, by the same functions: a fit sees the training rows in the same
-blocks, so it has the same bits, and a row goes through the same steps, one batch at a time. Nothing here holds more than some
-blocks.
+blocks, so it has the same bits, and a row goes through the same steps, one batch at a time. No rows but some
+blocks are held at once; what counts values (``mode``, ``vocabulary``, labels) keeps each distinct one.
 """
 
 from collections import Counter
