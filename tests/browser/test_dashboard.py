@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from support.dashboard.browser import ARGUMENTS, CHROMIUM, WHY_NOT, Dash, Watched
+from support.dashboard.live import HELD, HELD_LIVE, LIVE
 from support.dashboard.synthetic import make_run, step_line
 from support.processes.command import ranks_of, read_events, wait_for_step
 
@@ -419,62 +420,9 @@ def test_the_server_comes_back_and_the_page_goes_on(own, tmp_path):
     page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
 
 
-LIVE = """
-plan = "dp=2"
-[model]
-name = "gpt"
-layers = 2
-hidden = 32
-heads = 4
-kv_heads = 2
-[data]
-source = "stdlib"
-sequence = 16
-limit_bytes = 200000
-[train]
-steps = 200
-global_batch = 8
-threads = 1
-[optim]
-name = "adamw"
-lr = 1e-3
-[eval]
-samples = 16
-[checkpoint]
-every = 0
-[telemetry]
-tensorboard = false
-live_seconds = 0.2
-"""
-
-
-HELD = """
-import time
-from pathlib import Path
-from torch import nn
-
-class Held(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        while self.calls > 20 and not Path(__file__).with_name("go").exists():
-            time.sleep(0.01)
-        return super().forward(x)
-
-def build():
-    return Held(8, 4)
-"""
-"""A model that goes on behind its twentieth step when there is a file: a run is followed however quick the machine is."""
-
-
 def test_a_live_run_is_followed_to_its_end(own, shoal, tmp_path):
     (tmp_path / "held.py").write_text(HELD)
-    model, data = LIVE.index("[model]"), LIVE.index("[train]")
-    own_parts = (
-        '[model]\nbuild = "held:build"\n[data]\nsource = "synthetic"\nkind = "classes"\nfeatures = [8]\nclasses = 4\n'
-    )
-    (tmp_path / "live.toml").write_text(LIVE[:model] + own_parts + LIVE[data:])
+    (tmp_path / "live.toml").write_text(HELD_LIVE)
     page = own.page
     process = shoal.start("train", "live.toml", "--run-dir", "runs/live")
     page.wait_for_selector("tbody >> text=live", timeout=60_000)
