@@ -40,7 +40,7 @@ def _item(key: str, values: Values, *, t: float | None, rank: object, kind: str,
 def story_items(run: Run, now: float) -> list[dict[str, Any]]:
     """All that happened: who is to blame and what was said of it, and then the events, oldest first."""
     events = []
-    chorus = _Chorus()
+    chorus = _Repeats()
     for event in run.events():
         item = _of_event(event)
         if item is None:
@@ -53,7 +53,7 @@ def story_items(run: Run, now: float) -> list[dict[str, Any]]:
     return [*_head(run, now), *events, *_about_files(run)]
 
 
-class _Chorus:
+class _Repeats:
     """Tells what several say of one thing from what happened again: one source says a thing once."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 A rank works out which boxes of which shards make up what it needs, and asks one holder for each that it does not have itself.
 Everybody hears all requests, so both ends of a transfer cut the same bytes into the same messages:
 
-    several small pieces, or a stretch of a large one | 8 bytes: a hash of what is before them
+    several small pieces, or a range of a large one | 8 bytes: a hash of what is before them
 
 Every rank goes through its own messages in the order that all of them have, with a few under way at once. So the first message
 that is not through is under way at both ends, and no order of transfers can make ranks wait for each other in a circle. A joining
@@ -37,7 +37,7 @@ _UNDER_WAY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class BoxRequest:
     """A box of a tensor, out of one shard."""
 
     shard: int
@@ -45,8 +45,8 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A stretch of a piece's bytes."""
+class ByteRange:
+    """A range of a piece's bytes."""
 
     piece: int
     """Its number among the reader's."""
@@ -62,7 +62,7 @@ class Message:
 
     source: int
     reader: int
-    parts: tuple[Part, ...]
+    parts: tuple[ByteRange, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Message:
         return sum(part.stop - part.start for part in self.parts) + _HASH_BYTES
 
 
-def plan_pieces(need: Cut, listings: Sequence[Listing], order: Sequence[int]) -> list[Piece]:
+def plan_pieces(need: Cut, listings: Sequence[Listing], order: Sequence[int]) -> list[BoxRequest]:
     """Pieces that make up a box, each element once.
 
     Args:
@@ -81,13 +81,13 @@ def plan_pieces(need: Cut, listings: Sequence[Listing], order: Sequence[int]) ->
     Raises:
         RunError: they do not have all of it.
     """
-    rest, found = [need.box], list[Piece]()
+    rest, found = [need.box], list[BoxRequest]()
     for shard in order:
         held = listings[shard].get(need.name)
         for has in () if held is None else held.boxes:
             shared = [(one, intersect(one, has)) for one in rest]
             found += [
-                Piece(shard=shard, cut=Cut(name=need.name, shape=need.shape, box=both))
+                BoxRequest(shard=shard, cut=Cut(name=need.name, shape=need.shape, box=both))
                 for _, both in shared
                 if both is not None
             ]
@@ -108,14 +108,14 @@ def cut_messages(
         sizes: bytes of the pieces that it sends, by their number among the reader's.
         limit: bytes of a message.
     """
-    parts, room = list[Part](), limit
+    parts, room = list[ByteRange](), limit
     for piece, size in sizes.items():
         for start in range(0, size, limit):
             stop = min(size, start + limit)
             if stop - start > room:
                 yield Message(source=source, reader=reader, parts=tuple(parts))
                 parts, room = [], limit
-            parts.append(Part(piece=piece, start=start, stop=stop, size=size))
+            parts.append(ByteRange(piece=piece, start=start, stop=stop, size=size))
             room -= stop - start
     if parts:
         yield Message(source=source, reader=reader, parts=tuple(parts))
@@ -198,7 +198,7 @@ class _Incoming:
     def __init__(self, write: Callable[[int, Tensor], None]) -> None:
         self._write = write
         self._open: dict[int, list[Tensor]] = {}
-        """The stretches of pieces that are not whole yet."""
+        """The ranges of pieces that are not whole yet."""
 
     def unpack(self, message: Message, buffer: Tensor) -> None:
         """Write what is whole.

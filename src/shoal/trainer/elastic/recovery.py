@@ -25,7 +25,7 @@ from shoal.core.placement import Shape
 from shoal.elastic.commit import Holding, Resumption, Shard, choose_step
 from shoal.engine.state import RankState, load_rank_state
 from shoal.trainer.elastic.handover import (
-    Piece,
+    BoxRequest,
     cut_messages,
     digest_of,
     num_bytes,
@@ -242,7 +242,7 @@ def _move(
     """Send and receive what all have asked for."""
     ranks = {one["member"]: rank for rank, one in enumerate(told)}
     pieces = {
-        (reader, number): Piece(
+        (reader, number): BoxRequest(
             shard=shard, cut=Cut(name=name, shape=listings[shard][name].shape, box=Box(tuple(start), tuple(shape)))
         )
         for reader, one in enumerate(told)
